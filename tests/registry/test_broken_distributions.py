@@ -67,7 +67,7 @@ def test_a_distribution_without_a_name(
     assert words in str(caught.value)
     assert main(["plugins", "list", "policies"]) == 0
     text = capsys.readouterr().out
-    assert f"polyshard.policies half (unnamed): {words}" in text
+    assert f"polyshard.policies half (unnamed): cannot be imported: {words}" in text
     if content is None:
         (folder / file).write_text("Metadata-Version: 2.1\nName: half\nVersion: 1.0\n")
         assert sharded("half").units == 1

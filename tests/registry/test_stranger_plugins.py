@@ -52,7 +52,8 @@ def test_an_import_that_ends_the_process_is_a_broken_plugin(
     install(site, "acme-exits", "1.2", [(POLICIES, "leaves", f"{module}:Mine")], {module: source})
     assert main(["plugins", "list", "--json", "policies"]) == 0
     records = {record["name"]: record for record in json.loads(capsys.readouterr().out)}
-    assert (records["leaves"]["state"], records["leaves"]["error"]) == ("broken", words)
+    error = f"cannot be imported: {words}. Repair or reinstall acme-exits, or name another plugin."
+    assert (records["leaves"]["state"], records["leaves"]["error"]) == ("broken", error)
     assert records["never"]["state"] == "ready"
     refused(
         Tower(),
@@ -221,7 +222,11 @@ def test_a_class_that_cannot_be_called_as_its_contract_says_is_incomplete(
 def test_all_that_is_wrong_is_told_at_once(site: Path) -> None:
     body = "    place = None\n    def fetch(self): pass\n    def store_grad(self, unit, grad): return grad"
     _, error = offered(site, "acme_much", body)
-    assert [each.partition("(")[0].split()[0] for each in error.split("; ")] == ["place", "fetch", "store_grad"]
+    assert [each.partition("(")[0].split()[0] for each in error.partition(": ")[2].split("; ")] == [
+        "place",
+        "fetch",
+        "store_grad",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -300,7 +305,7 @@ def test_a_listener_with_wrong_hooks_is_incomplete(site: Path, module: str, hook
         site, module, "1.0", [("polyshard.plugins", module, f"{module}:Mine")], {module: LISTENER.format(hook=hook)}
     )
     (found,) = [plugin for plugin in installed(Group.PLUGINS) if plugin.name == module]
-    assert (found.state, found.error) == (PluginState.INCOMPLETE, words)
+    assert (found.state, found.error) == (PluginState.INCOMPLETE, f"does not fit its contract: {words}.")
 
 
 # Versions that were never stated.
@@ -354,6 +359,7 @@ def test_the_listing_as_json_holds_what_a_program_asks_for(site: Path, capsys: p
         *(str(site / "acme_json.py"), "ready", ""),
     ]
     assert [records["acme_torn"][key] for key in ("file", "state", "error")] == [
-        *(str(site / "acme_torn.py"), "broken", "SystemExit: 4")
+        *(str(site / "acme_torn.py"), "broken"),
+        "cannot be imported: SystemExit: 4. Repair or reinstall acme-json, or name another plugin.",
     ]
     assert records["size"]["file"].endswith("polyshard_policies/functions.py")

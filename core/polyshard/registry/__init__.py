@@ -3,6 +3,6 @@
 ``identity`` says what ranks compare of each.
 """
 
-from .find import Installed, Permission, PluginState, installed
+from .find import STATES, Installed, Permission, PluginState, installed
 from .identity import engine_digest, fingerprint
 from .make import Constructed, Resolved, UsedPlugin, construct, resolve, used

@@ -2,14 +2,17 @@
 
 Entry points are read again where a folder of ``sys.path`` changed, as an installation changes it: they take about a
 millisecond for each ten distributions, and ``fully_shard`` is called for every layer. stevedore's own cache forgets
-which distribution offers a name, and for two minutes hides a package that was just installed.
+which distribution offers a name, and for two minutes hides a package that was just installed. The only module that
+imports stevedore.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -22,11 +25,22 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, EntryPoints
 from typing import Any, cast
 
+from stevedore import DriverManager
+
 from ..config import PluginSpec, did_you_mean
-from ..errors import ConfigError, PluginConflictError, PluginNotFoundError, PluginVersionError
+from ..errors import (
+    ConfigError,
+    PluginConflictError,
+    PluginContractError,
+    PluginError,
+    PluginLoadError,
+    PluginNotFoundError,
+    PluginRefusedError,
+    PluginVersionError,
+)
 from ..interfaces import Group
 from ..interfaces.options import ALLOWED_PLUGINS, DISABLE_PLUGINS, SWITCHED_OFF
-from .check import check_api_version, faults_of, qualified
+from .check import check_api_version, faults_of, qualified, refuse_faults
 
 #: The distribution whose names are its own: no other package changes what they stand for.
 BUILT_IN = "polyshard"
@@ -63,32 +77,23 @@ class Offer:
     def built_in(self) -> bool:
         return normalised(self.distribution) == BUILT_IN
 
-
-class _Scan:
-    """The entry points that were installed when it was made."""
-
-    def __init__(self, places: object) -> None:
-        self.places = places
-        try:
-            # Python 3.11's annotation still names the class that 3.10 returned.
-            self.entry_points = cast("EntryPoints", importlib.metadata.entry_points())
-        except Exception:
-            self.entry_points = EntryPoints(_readable_entry_points())
-        self.offers: dict[Group, list[Offer]] = {}
-
-
-_latest: _Scan | None = None
+    def of(self, group: Group) -> str:
+        """The plugin, for messages."""
+        return f"plugin {self.name!r} of {group.value} ({self.value}, from {self.origin})"
 
 
 def offers_of(group: Group) -> list[Offer]:
     """What is installed of ``group``, as ``_offered`` orders it. Callers do not change the list: it is kept."""
-    global _latest
-    places, scan = _places(), _latest
-    if scan is None or scan.places != places:
-        scan = _latest = _Scan(places)
-    if group not in scan.offers:
-        scan.offers[group] = _offered(scan.entry_points, group)
-    return scan.offers[group]
+    return _offered(group, _places())
+
+
+@functools.lru_cache(maxsize=1)
+def _entry_points(places: object) -> EntryPoints:
+    try:
+        # Python 3.11's annotation still names the class that 3.10 returned.
+        return cast("EntryPoints", importlib.metadata.entry_points())
+    except Exception:
+        return EntryPoints(_readable_entry_points())
 
 
 def _readable_entry_points() -> Iterator[EntryPoint]:
@@ -128,10 +133,11 @@ def _places() -> object:
             folders.append((path, os.stat(path or ".").st_mtime_ns))
         except OSError:
             folders.append((path, 0))
-    return folders, list(sys.meta_path)
+    return tuple(folders), tuple(sys.meta_path)
 
 
-def _offered(entry_points: EntryPoints, group: Group) -> list[Offer]:
+@functools.lru_cache(maxsize=len(Group))
+def _offered(group: Group, places: object) -> list[Offer]:
     """The group's entry points, ordered, each once.
 
     An editable install can leave two metadata folders of one distribution, or one file that lists a line twice.
@@ -139,7 +145,7 @@ def _offered(entry_points: EntryPoints, group: Group) -> list[Offer]:
     # The metadata of a package that offers many plugins is read once, and that of other packages not at all.
     origins: dict[int, tuple[str, str]] = {}
     found: dict[tuple[str, str, str], Offer] = {}
-    for entry_point in entry_points.select(group=group.value):
+    for entry_point in _entry_points(places).select(group=group.value):
         if id(entry_point.dist) not in origins:
             origins[id(entry_point.dist)] = name_and_version(entry_point.dist)
         name, version = origins[id(entry_point.dist)]
@@ -161,20 +167,12 @@ def name_and_version(distribution: Distribution | None) -> tuple[str, str]:
     if distribution is None:
         return "", ""
     try:
-        head = (distribution.read_text("METADATA") or "").partition("\n\n")[0]
-        # The headers alone: ``distribution.metadata`` parses the README as well, which takes twenty times as long.
-        fields = {key.lower(): value for key, value in _FIELD.findall(head)}
-        if fields.keys() >= {"name", "version"}:
-            return fields["name"], fields["version"]
-        metadata = distribution.metadata
-        return metadata["Name"] or "", metadata["Version"] or ""
+        # Looked up by key, what is not there is deprecated.
+        metadata: Any = distribution.metadata
+        return metadata.get("Name", ""), metadata.get("Version", "")
     # Whatever stands there, or does not: no reason to end a run that names other plugins.
     except Exception:
         return "", ""
-
-
-#: Headers of one line: a line that continues another begins with a blank.
-_FIELD = re.compile(r"^(Name|Version): *(.*?) *$", re.MULTILINE | re.IGNORECASE)
 
 
 def normalised(distribution: str) -> str:
@@ -247,16 +245,15 @@ class Permission:
     """No other distribution's plugin is allowed, whatever ``allowed`` lists."""
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None) -> Permission:
-        """The permission in ``environ``; None for the process's own.
+    def read(cls) -> Permission:
+        """That of the process's environment.
 
         Raises ``ConfigError`` for a text that is neither on nor off: a typo must not count as allowed.
         """
-        environ = os.environ if environ is None else environ
-        listed, switch = environ.get(ALLOWED_PLUGINS), environ.get(DISABLE_PLUGINS, "").strip().lower()
+        listed, switch = os.environ.get(ALLOWED_PLUGINS), os.environ.get(DISABLE_PLUGINS, "").strip().lower()
         if switch not in _ON | SWITCHED_OFF:
             raise ConfigError(
-                f"environment variable {DISABLE_PLUGINS} must be 1 or 0, not {environ[DISABLE_PLUGINS]!r}."
+                f"environment variable {DISABLE_PLUGINS} must be 1 or 0, not {os.environ[DISABLE_PLUGINS]!r}."
             )
         return cls(None if listed is None else _entries(listed), switch in _ON)
 
@@ -297,6 +294,50 @@ def _entries(text: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+def load(group: Group, offer: Offer) -> Any:
+    """The factory of ``offer``, imported and compared with its contract.
+
+    Raises ``PluginRefusedError`` before anything is imported where the environment does not allow it,
+    ``PluginLoadError`` with the cause of a failed import, ``PluginVersionError``, and ``PluginContractError`` for what
+    cannot be called as the contract calls it.
+    """
+    where = offer.of(group)
+    refusal = Permission.read().refusal(offer)
+    if refusal:
+        raise PluginRefusedError(f"{where} was not imported: {refusal}")
+    if offer.fault:
+        raise PluginLoadError(f"{where} cannot be imported: {offer.fault}")
+    try:
+        factory = _LiveDriverManager(group, offer).driver
+    except KeyboardInterrupt:
+        raise
+    # A module that calls sys.exit() must not end the training run without a word.
+    except BaseException as error:
+        raise PluginLoadError(
+            f"{where} cannot be imported: {type(error).__name__}: {error}. Repair or reinstall "
+            f"{offer.distribution}, or name another plugin."
+        ) from error
+    if not callable(factory):
+        raise PluginContractError(
+            f"{where} is an instance of {qualified(type(factory))}, which cannot be called. Point the entry point at "
+            "a class or function that takes a PluginContext."
+        )
+    check_api_version(group, factory, where, inherited=False)
+    refuse_faults(where, faults_of(group, factory))
+    return factory
+
+
+class _LiveDriverManager(DriverManager[Any]):
+    """stevedore's driver manager over an entry point that was just read, instead of over its cache."""
+
+    def __init__(self, group: Group, offer: Offer) -> None:
+        self._live = [offer.entry_point]
+        super().__init__(group.value, offer.name, invoke_on_load=False)
+
+    def list_entry_points(self) -> list[EntryPoint]:
+        return self._live
+
+
 class PluginState(enum.Enum):
     """Whether an installed plugin can be used."""
 
@@ -309,11 +350,21 @@ class PluginState(enum.Enum):
     INCOMPATIBLE = "incompatible"
     """Its ``api_version`` is missing, inherited, or outside the range that this polyshard serves."""
     INCOMPLETE = "incomplete"
-    """Its class lacks methods, or its factory or a method cannot be called as the contract calls it."""
+    """It is no factory, its class lacks methods, or a method cannot be called as the contract calls it."""
     REFUSED = "refused"
     """``POLYSHARD_ALLOWED_PLUGINS`` or ``POLYSHARD_DISABLE_PLUGINS`` forbids it; it was not imported."""
     BROKEN = "broken"
-    """It cannot be imported, or cannot be called."""
+    """It cannot be imported."""
+
+
+#: The state of a plugin that cannot be resolved, by the error.
+STATES: Mapping[type[PluginError], PluginState] = {
+    PluginLoadError: PluginState.BROKEN,
+    PluginVersionError: PluginState.INCOMPATIBLE,
+    PluginContractError: PluginState.INCOMPLETE,
+    PluginConflictError: PluginState.AMBIGUOUS,
+    PluginRefusedError: PluginState.REFUSED,
+}
 
 
 @dataclass(frozen=True)
@@ -341,20 +392,17 @@ def installed(group: Group) -> tuple[Installed, ...]:
 
     Imports all that the environment allows to tell their states: for listings, not for a training run.
     """
-    permission = Permission.read()
     offers = offers_of(group)
     found = []
     for offer in offers:
-        refusal = permission.refusal(offer)
-        if offer.fault:
-            factory, state, error = None, PluginState.BROKEN, offer.fault
-        elif refusal:
-            factory, state, error = None, PluginState.REFUSED, refusal
-        else:
-            factory, state, error = _loaded(group, offer)
-        if state is PluginState.READY:
-            rivals = [each for each in offers if each.name == offer.name and each is not offer and not each.fault]
-            state, error = _by_name(offer, rivals)
+        state, error, file = PluginState.READY, "", ""
+        try:
+            file = file_of(load(group, offer))
+            state, error = _by_name(offer, offers)
+        except PluginError as refused:
+            state, error = STATES[type(refused)], str(refused).removeprefix(offer.of(group)).lstrip()
+        if not file and not offer.fault and state is not PluginState.REFUSED:
+            file = _location(offer.entry_point.module)
         found.append(
             Installed(
                 group=group,
@@ -365,14 +413,14 @@ def installed(group: Group) -> tuple[Installed, ...]:
                 state=state,
                 error=error,
                 editable=_editable_folder(offer.entry_point),
-                # Looking for a module's file imports the packages around it.
-                file="" if refusal or offer.fault else _file_of(factory, offer.entry_point),
+                file=file,
             )
         )
     return tuple(found)
 
 
-def _by_name(offer: Offer, rivals: list[Offer]) -> tuple[PluginState, str]:
+def _by_name(offer: Offer, offers: list[Offer]) -> tuple[PluginState, str]:
+    rivals = [each for each in offers if each.name == offer.name and each is not offer and not each.fault]
     if any(rival.distribution == offer.distribution for rival in rivals):
         return PluginState.AMBIGUOUS, "its distribution offers the name several times: its author must keep one of them"
     if not rivals or offer.built_in:
@@ -382,34 +430,10 @@ def _by_name(offer: Offer, rivals: list[Offer]) -> tuple[PluginState, str]:
     return PluginState.AMBIGUOUS, f'several distributions offer the name: ask for "{offer.label}"'
 
 
-def _loaded(group: Group, offer: Offer) -> tuple[Any, PluginState, str]:
-    """The factory, None where it cannot be imported; its state, rivals left aside; and why."""
-    try:
-        factory = offer.entry_point.load()
-    except KeyboardInterrupt:
-        raise
-    # One package that calls sys.exit() must not keep the others from being listed.
-    except BaseException as error:
-        return None, PluginState.BROKEN, f"{type(error).__name__}: {error}"
-    if not callable(factory):
-        return factory, PluginState.BROKEN, f"it is an instance of {qualified(type(factory))}, which cannot be called"
-    try:
-        check_api_version(group, factory, offer.value, inherited=False)
-    except PluginVersionError as error:
-        return factory, PluginState.INCOMPATIBLE, str(error)
-    faults = "; ".join(faults_of(group, factory))
-    return factory, PluginState.INCOMPLETE if faults else PluginState.READY, faults
-
-
-def _file_of(factory: object, entry_point: EntryPoint) -> str:
-    """File in which ``factory`` is defined; for None, that of the entry point's module; empty where none is found."""
-    defined = factory if hasattr(factory, "__module__") else type(factory)
-    names = [entry_point.module] if factory is None else [defined.__module__, entry_point.module]
-    for name in names:
-        found = getattr(sys.modules.get(name), "__file__", None) or _location(name)
-        if found:
-            return found
-    return ""
+def file_of(factory: object) -> str:
+    """File in which ``factory`` is defined; empty where that is not known."""
+    source = inspect.getmodule(factory) or inspect.getmodule(type(factory))
+    return getattr(source, "__file__", None) or ""
 
 
 def _location(module: str) -> str:

@@ -156,8 +156,8 @@ def _row(constructed: Constructed[Any]) -> list[Any]:
 
 def _named(option: object, constructed: Constructed[Any]) -> object:
     """``option`` with each inner plugin replaced by its name: inner plugins have rows of their own."""
-    for choice, inner in zip(constructed.choices, constructed.inner, strict=True):
-        if option is choice:
+    for inner in constructed.inner:
+        if option is inner.choice:
             return inner.resolved.name
     if isinstance(option, list | tuple):
         return [_named(each, constructed) for each in option]

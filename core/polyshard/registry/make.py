@@ -1,24 +1,19 @@
-"""From a name to an instance: ``resolve`` finds and imports a plugin, ``construct`` calls its factory.
-
-The only module that imports stevedore.
-"""
+"""From a name to an instance: ``resolve`` finds and imports a plugin, ``construct`` calls its factory."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.metadata import EntryPoint
 from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 import torch
-from stevedore import DriverManager
 
 from ..config import PluginChoice, PluginSpec, did_you_mean
-from ..errors import ConfigError, PluginContractError, PluginLoadError, PluginRefusedError, PolyshardError, StateError
+from ..errors import ConfigError, PluginContractError, PluginLoadError, PolyshardError, StateError
 from ..interfaces import Collectives, Group, OffloadManager, PluginContext, PrecisionCaster, WrapPolicy
-from .check import CONTRACTS, check_api_version, faults_of, instance_faults, qualified, refuse_faults
-from .find import Permission, choose, offers_of
+from .check import CONTRACTS, check_api_version, instance_faults, qualified, refuse_faults
+from .find import choose, file_of, load, offers_of
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -121,50 +116,15 @@ def resolve(group: Group, choice: PluginChoice) -> Resolved[Any]:
     An object that fulfils the group's contract resolves to itself. Nothing is constructed and no rank communicates.
 
     Raises ``ConfigError`` for a choice that names nothing, ``PluginNotFoundError``, ``PluginConflictError`` where
-    several distributions but polyshard offer the name, ``PluginRefusedError`` before anything is imported where the
-    environment does not allow it, ``PluginLoadError`` with the cause of a failed import, ``PluginVersionError``, and
-    ``PluginContractError`` for an object that is no plugin of the group, and for a class that lacks methods or whose
-    methods cannot be called as the contract calls them.
+    several distributions but polyshard offer the name, ``PluginContractError`` for an object that is no plugin of the
+    group, and what ``load`` does.
     """
     spec = PluginSpec.parse(choice)
     if not isinstance(spec, PluginSpec):
         return _given(group, spec)
     offer = choose(group, spec)
-    where = f"plugin {spec.name!r} of {group.value} ({offer.value}, from {offer.origin})"
-    refusal = Permission.read().refusal(offer)
-    if refusal:
-        raise PluginRefusedError(f"{where} was not imported: {refusal}")
-    if offer.fault:
-        raise PluginLoadError(f"{where} cannot be imported: {offer.fault}")
-    try:
-        factory = _LiveDriverManager(group.value, spec.name, [offer.entry_point]).driver
-    except KeyboardInterrupt:
-        raise
-    # A module that calls sys.exit() must not end the training run without a word.
-    except BaseException as error:
-        raise PluginLoadError(
-            f"{where} cannot be imported: {type(error).__name__}: {error}. Repair or reinstall "
-            f"{offer.distribution}, or name another plugin."
-        ) from error
-    if not callable(factory):
-        raise PluginContractError(
-            f"{where} is an instance of {qualified(type(factory))}, which cannot be called. Point the entry point at "
-            "a class or function that takes a PluginContext."
-        )
-    check_api_version(group, factory, where, inherited=False)
-    refuse_faults(where, faults_of(group, factory))
+    factory = load(group, offer)
     return Resolved(group, spec.name, offer.value, offer.distribution, offer.version, factory, dict(spec.options))
-
-
-class _LiveDriverManager(DriverManager[Any]):
-    """stevedore's driver manager over entry points that were just read, instead of over its cache."""
-
-    def __init__(self, namespace: str, name: str, entry_points: list[EntryPoint]) -> None:
-        self._live = entry_points
-        super().__init__(namespace, name, invoke_on_load=False)
-
-    def list_entry_points(self) -> list[EntryPoint]:
-        return self._live
 
 
 def _given(group: Group, plugin: object) -> Resolved[Any]:
@@ -197,8 +157,8 @@ class Constructed(Generic[_T_co]):
     instance: _T_co
     inner: tuple[Constructed[Any], ...] = ()
     """In the order in which the factory asked for them, each with inner ones of its own."""
-    choices: tuple[object, ...] = ()
-    """The choice of each inner one: usually an option of this plugin."""
+    choice: object = None
+    """Of an inner one that by which it was asked for: usually an option of the outer one."""
 
     def walk(self) -> Iterator[Constructed[Any]]:
         """This one, and all inside of it: an outer one before its inner ones."""
@@ -212,9 +172,7 @@ InnerMaker = Callable[[Group, PluginChoice, PluginContext], Constructed[Any]]
 
 
 def construct(
-    resolved: Resolved[_T_co],
-    context: PluginContext,
-    make_inner: InnerMaker | None = None,
+    resolved: Resolved[_T_co], context: PluginContext, make_inner: InnerMaker | None = None
 ) -> Constructed[_T_co]:
     """Construct ``resolved``; its factory may construct others through ``context.construct``.
 
@@ -223,39 +181,26 @@ def construct(
     Raises what ``Resolved.construct`` does, and what ``resolve`` does for the names that the factory asks for.
     """
 
-    def usual(group: Group, choice: PluginChoice, asked_with: PluginContext) -> Constructed[Any]:
-        return construct(resolve(group, choice), asked_with)
+    made: list[Constructed[Any]] = []
+    ended = False
 
-    inner = _Inner(resolved.label, make_inner or usual)
-    try:
-        instance = resolved.construct(replace(context, name=resolved.name, constructor=inner))
-    finally:
-        inner.ended = True
-    return Constructed(resolved, instance, tuple(inner.made), tuple(inner.choices))
-
-
-class _Inner:
-    """Serves ``PluginContext.construct`` while one factory runs."""
-
-    def __init__(self, owner: str, make: InnerMaker) -> None:
-        self._owner = owner
-        self._make = make
-        self.made: list[Constructed[Any]] = []
-        self.choices: list[object] = []
-        self.ended = False
-
-    def __call__(self, context: PluginContext, group: Group, choice: PluginChoice) -> Any:
-        if self.ended:
+    def inner(context: PluginContext, group: Group, choice: PluginChoice) -> Any:
+        if ended:
             asked = PluginSpec.parse(choice)
             name = asked.label if isinstance(asked, PluginSpec) else type(asked).__name__
             raise StateError(
-                f"{self._owner} asked for {name!r} of {group.value} after its construction, when ranks have compared "
-                "their plugins already. Construct it in the factory."
+                f"{resolved.label} asked for {name!r} of {group.value} after its construction, when ranks have "
+                "compared their plugins already. Construct it in the factory."
             )
-        made = self._make(group, choice, context)
-        self.made.append(made)
-        self.choices.append(choice)
-        return made.instance
+        make = make_inner or (lambda group, choice, context: construct(resolve(group, choice), context))
+        made.append(replace(make(group, choice, context), choice=choice))
+        return made[-1].instance
+
+    try:
+        instance = resolved.construct(replace(context, name=resolved.name, constructor=inner))
+    finally:
+        ended = True
+    return Constructed(resolved, instance, tuple(made))
 
 
 @dataclass(frozen=True)
@@ -296,8 +241,6 @@ class UsedPlugin:
 def used(constructed: Constructed[Any], module: str = "") -> UsedPlugin:
     """``constructed`` as users see it. ``module``: the module that it serves."""
     resolved = constructed.resolved
-    defined = resolved.factory if resolved.distribution else type(constructed.instance)
-    source = inspect.getmodule(defined) or inspect.getmodule(type(defined))
     return UsedPlugin(
         module=module,
         group=resolved.group,
@@ -305,7 +248,7 @@ def used(constructed: Constructed[Any], module: str = "") -> UsedPlugin:
         distribution=resolved.distribution,
         version=resolved.version,
         value=resolved.value,
-        file=getattr(source, "__file__", None) or "",
+        file=file_of(resolved.factory if resolved.distribution else type(constructed.instance)),
         options=dict(resolved.options),
         instance=constructed.instance,
         inner=tuple(used(each, module) for each in constructed.inner),

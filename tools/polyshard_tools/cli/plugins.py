@@ -16,13 +16,7 @@ from polyshard import registry
 from polyshard.config import PluginSpec, did_you_mean
 from polyshard.errors import (
     ConfigError,
-    PluginConflictError,
-    PluginContractError,
-    PluginError,
-    PluginLoadError,
     PluginNotFoundError,
-    PluginRefusedError,
-    PluginVersionError,
     StateError,
 )
 from polyshard.interfaces import Group
@@ -34,14 +28,6 @@ if TYPE_CHECKING:
     from polyshard_testing.check_process import Rule, SuiteRun
 
 
-#: The state of a plugin that cannot be resolved, by the error.
-_STATES: Mapping[type[PluginError], registry.PluginState] = {
-    PluginLoadError: registry.PluginState.BROKEN,
-    PluginVersionError: registry.PluginState.INCOMPATIBLE,
-    PluginContractError: registry.PluginState.INCOMPLETE,
-    PluginConflictError: registry.PluginState.AMBIGUOUS,
-    PluginRefusedError: registry.PluginState.REFUSED,
-}
 #: Options that the suite of collectives gives on each rank.
 _GIVEN_BY_RANK = ("rank", "world_size")
 
@@ -89,9 +75,9 @@ def _check(arguments: argparse.Namespace) -> int:
     group = _group(arguments)
     try:
         resolved = registry.resolve(group, {"name": arguments.name, **options})
-    except tuple(_STATES) as error:
-        state = next(state for kind, state in _STATES.items() if isinstance(error, kind))
-        return _print_unusable(arguments, {"group": group.value, "name": arguments.name}, state.value, str(error))
+    except tuple(registry.STATES) as error:
+        state = registry.STATES[type(error)].value
+        return _print_unusable(arguments, {"group": group.value, "name": arguments.name}, state, str(error))
     _check_options(resolved)
     if arguments.model and group is not Group.POLICIES:
         raise ConfigError(f"--model is for policies; a plugin of {group.value} is tested without one of yours")

@@ -185,7 +185,6 @@ def _choice(config: ShardConfig, setting: str) -> PluginChoice:
 def _plugin(constructed: registry.Constructed[Any], serves: str, source: OptionSource) -> ExplainedPlugin:
     """``constructed``, which ``serves`` a setting, with where its options come from."""
     used, resolved = registry.used(constructed), constructed.resolved
-    inner = zip(constructed.inner, constructed.choices, strict=True)
     return ExplainedPlugin(
         serves=serves,
         group=used.group.value,
@@ -196,7 +195,8 @@ def _plugin(constructed: registry.Constructed[Any], serves: str, source: OptionS
         file=used.file,
         options=_options(resolved, source),
         inner=tuple(
-            _plugin(each, used.name, partial(_source_inside, resolved, source, choice)) for each, choice in inner
+            _plugin(each, used.name, partial(_source_inside, resolved, source, each.choice))
+            for each in constructed.inner
         ),
         absent=constructed.absent if isinstance(constructed, Tried) else "",
         reason=_choice_reason(constructed),
@@ -283,16 +283,14 @@ class Workbench:
         """
         resolved: registry.Resolved[Any] = registry.resolve(group, choice)
         inner: list[registry.Constructed[Any]] = []
-        choices: list[object] = []
         refused: list[PolyshardError] = []
 
         def make_inner(group: Group, choice: PluginChoice, context: PluginContext) -> registry.Constructed[Any]:
             try:
-                inner.append(self.construct(group, choice, context))
+                inner.append(replace(self.construct(group, choice, context), choice=choice))
             except PolyshardError as error:
                 refused.append(error)
                 raise
-            choices.append(choice)
             return inner[-1]
 
         try:
@@ -301,8 +299,8 @@ class Workbench:
             # What an inner plugin misses is stood in for already: what it raises is wrong anywhere.
             if group not in _STAND_INS or error in refused:
                 raise
-            return Tried(resolved, self.stand_in(group, context), tuple(inner), tuple(choices), str(error))
-        return Tried(resolved, made.instance, made.inner, made.choices)
+            return Tried(resolved, self.stand_in(group, context), tuple(inner), absent=str(error))
+        return Tried(resolved, made.instance, made.inner)
 
     def stand_in(self, group: Group, context: PluginContext) -> Any:
         """The replacement of a plugin that cannot be constructed here: pretended collectives, or no offloading."""
