@@ -64,7 +64,7 @@ def test_groups_by_names(rank: int) -> None:
             "dp_shard and dp_replicate",
         )
         assert lists.data_ranks == 4
-        assert told(lists.whole())[:2] == (ALONE8, [[0, 2, 4, 6], [1, 3, 5, 7]])
+        assert told(lists.whole)[:2] == (ALONE8, [[0, 2, 4, 6], [1, 3, 5, 7]])
         mesh = mesh_of(edp=2, ep=2, tp=2)
         assert told(unit_lists(mesh, ["ep", "edp"])) == ([[0, 2, 4, 6], [1, 3, 5, 7]], ALONE8, "edp, ep")
         assert unit_lists(mesh, ["edp"]).shard == [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -206,10 +206,10 @@ class CountedRanks(list[int]):
 def test_the_ranks_of_all_units_are_found_in_one_pass() -> None:
     number = 4096
     shard, replicate = [CountedRanks(range(number))], [CountedRanks([rank]) for rank in range(number)]
-    lists = UnitLists(shard, replicate)
+    lists = UnitLists(shard, replicate, shard)
     CountedRanks.read = 0
     assert {lists.of(7) for _ in range(100)} == {tuple(range(number))}
-    assert len(lists.whole().replicate[0]) == number
+    assert len(lists.whole.replicate[0]) == number
     # Neither ranks times groups nor ranks times units.
     assert CountedRanks.read < 10 * number
 

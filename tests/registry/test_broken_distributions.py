@@ -102,7 +102,6 @@ def test_a_file_of_entry_points_that_cannot_be_read(
 
 def test_a_value_that_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "half", "1.0", [("polyshard.policies", "half", "half-mod Blocks")])
-    (tmp_path / "half-1.0.dist-info" / "direct_url.json").write_bytes(b"\xff")
     monkeypatch.syspath_prepend(tmp_path)
     assert sharded().units == 1
     (half,) = (each for each in installed(Group.POLICIES) if each.name == "half")

@@ -293,15 +293,13 @@ def test_fingerprint_of_an_object_has_no_package(context: PluginContext) -> None
     assert row == ["polyshard.policies", told]
 
 
-def test_listing_shows_where_a_plugin_comes_from(site: Path, tmp_path: Path) -> None:
-    sources = tmp_path / "my sources"
+def test_listing_shows_where_a_plugin_comes_from(site: Path) -> None:
     install(
         site,
         "acme-edit",
         "3.1",
         [(POLICIES, "edited", "acme_edited:Blocks")],
         {"acme_edited": POLICY_SOURCE},
-        editable_at=sources,
     )
     assert by_name(Group.POLICIES, "edited") == [
         Installed(
@@ -312,7 +310,6 @@ def test_listing_shows_where_a_plugin_comes_from(site: Path, tmp_path: Path) -> 
             version="3.1",
             state=PluginState.READY,
             error="",
-            editable=str(sources),
             file=str(site / "acme_edited.py"),
         )
     ]

@@ -275,39 +275,6 @@ def test_an_object_that_is_given_is_compared_too() -> None:
     refused(Tower(), silent(policy=Mine()), errors.PluginContractError, *words, twin=Tower())
 
 
-LISTENER = """
-from polyshard import hookimpl
-
-class Mine:
-    api_version = 1
-
-    def __init__(self, context):
-        pass
-
-    @hookimpl
-    def {hook}: pass
-"""
-
-
-@pytest.mark.parametrize(
-    ("module", "hook", "words"),
-    [
-        (
-            "acme_hook",
-            "step_ends(self, model)",
-            "it implements a hook 'step_ends' that does not exist. Did you mean 'step_end'?",
-        ),
-        ("acme_hooked", "on_save(self, model, file)", "the hook on_save has no argument 'file'; it has model, path"),
-    ],
-)
-def test_a_listener_with_wrong_hooks_is_incomplete(site: Path, module: str, hook: str, words: str) -> None:
-    install(
-        site, module, "1.0", [("polyshard.plugins", module, f"{module}:Mine")], {module: LISTENER.format(hook=hook)}
-    )
-    (found,) = [plugin for plugin in installed(Group.PLUGINS) if plugin.name == module]
-    assert (found.state, found.error) == (PluginState.INCOMPLETE, f"does not fit its contract: {words}.")
-
-
 # Versions that were never stated.
 
 

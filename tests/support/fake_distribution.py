@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +12,6 @@ def install(
     version: str,
     entry_points: Sequence[tuple[str, str, str]],
     modules: Mapping[str, str] | None = None,
-    editable_at: Path | None = None,
 ) -> None:
     """Write ``distribution`` into the folder ``site``, which the caller puts on ``sys.path``.
 
@@ -28,8 +26,5 @@ def install(
         lines.append(f"[{group}]")
         lines += [f"{name} = {value}" for in_group, name, value in entry_points if in_group == group]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    if editable_at is not None:
-        record = {"url": editable_at.as_uri(), "dir_info": {"editable": True}}
-        (info / "direct_url.json").write_text(json.dumps(record))
     for name, source in (modules or {}).items():
         (site / f"{name}.py").write_text(source)

@@ -1,9 +1,8 @@
 """Settings of sharding, and where each came from."""
 
 from ..errors import did_you_mean
-from .plugin_spec import GROUP_OF_SETTING, PluginChoice, PluginSpec
 from .shard_config import FILE_FIELDS, ShardConfig, Strategy, config_of
-from .sources import ENVIRONMENT_PREFIX, NO_SETTINGS, Origin, Source
+from .sources import ENVIRONMENT_PREFIX, GROUP_OF_SETTING, NO_SETTINGS, Origin, PluginChoice, PluginSpec, Source
 
 __all__ = [
     "ENVIRONMENT_PREFIX",

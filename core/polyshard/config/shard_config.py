@@ -15,8 +15,18 @@ import torch
 
 from ..errors import ConfigError, ConfigTypeError, did_you_mean
 from ..interfaces import bytes_of
-from .plugin_spec import GROUP_OF_SETTING, PluginChoice, check_choice
-from .sources import Origin, Source, Sources, overridden, read_table, sources_in, variables
+from .sources import (
+    GROUP_OF_SETTING,
+    Origin,
+    PluginChoice,
+    Source,
+    Sources,
+    check_choice,
+    overridden,
+    read_table,
+    sources_in,
+    variables,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -257,7 +257,7 @@ class ModelRanks:
         """
         if mesh is None:
             strategy = Strategy.NO_SHARD if world_size == 1 else config.strategy
-            lists = UnitLists(*_rank_lists(config, strategy, world_size))
+            lists = UnitLists(*_rank_lists(config, strategy, world_size), [list(range(world_size))])
             return cls(strategy, lists, lists, config, None)
         cut = lists_of(config, config.strategy, mesh)
         strategy = Strategy.NO_SHARD if cut.data_ranks == 1 else config.strategy
@@ -288,10 +288,18 @@ class ModelRanks:
         if mesh is None and (choice is not None or value is not None):
             divisor = divisor_of("data" if choice is None else choice, lists, self.cut)
         if mesh is None and value is not None and self.strategy is Strategy.NO_SHARD:
-            lists = lists.whole()
+            lists = lists.whole
         releases = overrides.get("reshard_after_forward", self.config.reshard_after_forward)
-        size = _post_forward_size(releases, len(lists.shard[0]), module, rank)
-        return PlannedRanks(lists, divisor, scope, size if reads else None)
+        size, shards = None, len(lists.shard[0])
+        if isinstance(releases, int) and not isinstance(releases, bool) and shards > 1:
+            if shards % releases:
+                raise ConfigError(
+                    f"reshard_after_forward={releases} for '{module}' (rank {rank}) is the number of ranks that keep "
+                    f"it whole together, and does not divide the {shards} that share its shards. Give a divisor of "
+                    f"{shards}, True, False or None."
+                )
+            size = releases if reads and 1 < releases < shards else None
+        return PlannedRanks(lists, divisor, scope, size)
 
     @property
     def batch_lists(self) -> list[list[int]]:
@@ -336,24 +344,6 @@ def _rank_lists(config: ShardConfig, strategy: Strategy, world_size: int) -> tup
     return rows, [list(column) for column in zip(*rows, strict=True)]
 
 
-def _post_forward_size(releases: object, shards: int, module: str, rank: int) -> int | None:
-    """How many ranks gather units of ``module`` for backward where ``reshard_after_forward`` is ``releases``.
-
-    None for all that share their ``shards``, or none.
-
-    Raises ConfigError: a number that does not divide that of shards.
-    """
-    if isinstance(releases, bool) or not isinstance(releases, int) or shards == 1:
-        return None
-    if shards % releases:
-        raise ConfigError(
-            f"reshard_after_forward={releases} for '{module}' (rank {rank}) is the number of ranks that "
-            f"keep it whole together, and does not divide the {shards} that share its shards. Give a divisor of "
-            f"{shards}, True, False or None."
-        )
-    return releases if 1 < releases < shards else None
-
-
 class FormedGroups:
     """The communicators of a model's units, one for each set of ranks. All ranks make them, in one order."""
 
@@ -378,9 +368,9 @@ class FormedGroups:
         if found is None:
             owner, replicate = self._group(lists.shard), self._group(lists.replicate)
             # Groups along a mesh of their own have other parameters each.
-            own = lists is not self._lists and lists is not self._lists.whole()
+            own = lists is not self._lists and lists is not self._lists.whole
             spread = self.world.world_size // lists.data_ranks if own else 1
-            joined = lists.whole().replicate if lists.data_ranks < self.world.world_size else []
+            joined = lists.data if lists.data_ranks < self.world.world_size else []
             place = next((index for index, each in enumerate(joined) if self.world.rank in each), 0)
             found = UnitRanks.over(
                 self.world,

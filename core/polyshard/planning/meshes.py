@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,7 +82,7 @@ class WorldMesh:
         return [sorted(world.flatten().tolist()) for world in self.slices]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitLists:
     """The groups of a unit, of all ranks of the world, which go by their positions in the world's group."""
 
@@ -89,37 +90,32 @@ class UnitLists:
     """Ranks among which it is cut, in the order of its shards."""
     replicate: Groups
     """Ranks that hold the same shard."""
+    data: Groups
+    """Ranks whose gradients are added up: each computes with other samples. Groups of the other kinds lie in these."""
     label: str = ""
     """The dimensions: ``"dp"``, ``"edp and dp_replicate"``; empty where they have no names."""
-    _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Answers that hold for many units: each takes a pass over all ranks."""
 
     @property
     def data_ranks(self) -> int:
-        """Ranks whose gradients are added up: each computes with other samples."""
-        return len(self.shard[0]) * len(self.replicate[0])
+        return len(self.data[0])
+
+    @cached_property
+    def _homes(self) -> dict[int, tuple[int, ...]]:
+        return {rank: each for each in map(tuple, self.data) for rank in each}
 
     def of(self, rank: int) -> tuple[int, ...]:
         """The ranks of the unit that ``rank`` has a part of, in ascending order."""
-        found: tuple[int, ...] | None = self._known.get(rank)
-        if found is None:
-            own = set(next(group for group in self.shard if rank in group))
-            found = tuple(sorted({each for group in self.replicate if not own.isdisjoint(group) for each in group}))
-            self._known[rank] = found
-        return found
+        return self._homes[rank]
 
     def neighbours(self, size: int) -> Groups:
         """The ranks of ``shard`` in groups of ``size``, one behind the other."""
         return [each[start : start + size] for each in self.shard for start in range(0, len(each), size)]
 
+    @cached_property
     def whole(self) -> UnitLists:
         """The same ranks, where each of them holds the whole unit."""
-        found: UnitLists | None = self._known.get("whole")
-        if found is None:
-            everyone = sorted(itertools.chain(*self.shard))
-            found = UnitLists([[rank] for rank in everyone], _joined(self.shard, self.replicate), self.label)
-            self._known["whole"] = found
-        return found
+        alone = [[rank] for rank in sorted(itertools.chain(*self.data))]
+        return UnitLists(alone, self.data, self.data, self.label)
 
 
 def world_ranks(mesh: DeviceMesh | WorldMesh) -> list[int]:
@@ -167,7 +163,7 @@ def lists_of(config: ShardConfig, strategy: Strategy, world: WorldMesh) -> UnitL
         lists = _lists(world, (1,), (0,))
     else:
         lists = _lists(world, tuple(range(mesh.ndim)), ())
-    return lists.whole() if strategy is Strategy.NO_SHARD else lists
+    return lists.whole if strategy is Strategy.NO_SHARD else lists
 
 
 def refuse_absent_mesh(config: ShardConfig) -> None:
@@ -381,7 +377,8 @@ def _from_table(table: torch.Tensor, world: WorldMesh, label: str) -> UnitLists:
         )
     places = places[..., order[0, 0]]
     # Equal groups in equal lists: these may share communicators.
-    return UnitLists(sorted(places.flatten(0, 1).tolist()), sorted(map(sorted, _rows(places))), label)
+    shard, data = sorted(places.flatten(0, 1).tolist()), sorted(map(sorted, places.flatten(1).tolist()))
+    return UnitLists(shard, sorted(map(sorted, _rows(places))), data, label)
 
 
 def _dimensions(mesh: DeviceMesh) -> list[tuple[str, Groups]]:
@@ -443,35 +440,16 @@ def _inside(groups: Groups, worlds: Groups) -> bool:
     return all(len({home.get(rank) for rank in each}) == 1 for each in groups)
 
 
-def _joined(one: Groups, other: Groups) -> Groups:
-    """The ranks that are connected by groups of either kind. ``one`` has all ranks."""
-    home = {rank: index for index, each in enumerate(one) for rank in each}
-    heads = list(range(len(one)))
-
-    def head(index: int) -> int:
-        while heads[index] != index:
-            heads[index] = heads[heads[index]]
-            index = heads[index]
-        return index
-
-    for each in other:
-        for rank in each[1:]:
-            heads[head(home[rank])] = head(home[each[0]])
-    found: dict[int, list[int]] = {}
-    for index, each in enumerate(one):
-        found.setdefault(head(index), []).extend(each)
-    return sorted(map(sorted, found.values()))
-
-
 def _orthogonal(one: Groups, other: Groups) -> bool:
     """Whether, where groups are connected, each of one kind meets each of the other in as many ranks."""
-    mine, theirs = ({rank: index for index, each in enumerate(groups) for rank in each} for groups in (one, other))
-    for ranks in _joined(one, other):
-        met = Counter((mine[rank], theirs[rank]) for rank in ranks)
-        pairs = len({mine[rank] for rank in ranks}) * len({theirs[rank] for rank in ranks})
-        if len(met) != pairs or len(set(met.values())) != 1:
-            return False
-    return True
+    home = {rank: index for index, each in enumerate(other) for rank in each}
+    # Of each of one kind, which of the other it meets, and in how many ranks.
+    met = [Counter(home[rank] for rank in each) for each in one]
+    first: dict[int, Counter[int]] = {}
+    return all(
+        len(set(found.values())) == 1 and all(first.setdefault(index, found) == found for index in found)
+        for found in met
+    )
 
 
 #: Groups that a message shows, of more.

@@ -59,7 +59,7 @@ class Placings:
 
     def of(self, ranks: UnitRanks, part: TensorPart | None) -> Placing:
         """How parameters of a unit over ``ranks`` lie; ``part``: what each is of a larger tensor."""
-        if ranks.owner is None and self._model.owner is not None and ranks.lists is self._ranks.lists.whole():
+        if ranks.owner is None and self._model.owner is not None and ranks.lists is self._ranks.lists.whole:
             # On the mesh of the others, since functions of torch's that are given all parameters want one.
             return replace(self.of(self._model, part), at=None)
         key = id(ranks.owner), id(ranks.replicate), None if part is None else part.mesh
@@ -112,7 +112,7 @@ class Placings:
         return mesh[names], len(replicate) if cuts else None
 
     def _is_of_model(self, ranks: UnitRanks) -> bool:
-        return any(ranks.lists is each for each in (self._ranks.lists, self._ranks.lists.whole()))
+        return any(ranks.lists is each for each in (self._ranks.lists, self._ranks.lists.whole))
 
     def _grid(self, ranks: UnitRanks, groups: Sequence[Collectives], others: DeviceMesh | None) -> DeviceMesh:
         """A mesh by its groups: those of the unit, and those of ``others``."""

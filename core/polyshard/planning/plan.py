@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -174,14 +174,21 @@ class ModuleParameters:
         return self.module if self.parent is None else self.parent
 
 
-@dataclass(slots=True)
-class _Uses:
-    """Of one parameter."""
+class _Use(NamedTuple):
+    """One place of a parameter."""
 
-    owners: list[nn.Module]
-    """The chosen modules that contain all of them, the innermost last."""
-    sites: list[tuple[nn.Module, str]]
-    names: list[str]
+    name: str
+    parameter: nn.Parameter
+    module: nn.Module
+    key: str
+    chain: tuple[nn.Module, ...]
+    """The chosen modules around it, the innermost last."""
+
+    @staticmethod
+    def owners(uses: Sequence[_Use]) -> list[nn.Module]:
+        """The chosen modules that contain all of ``uses``, the innermost last."""
+        first, *others = uses
+        return [each for each in first.chain if all(each in other.chain for other in others)]
 
 
 _PLAIN = ParameterPlace()
@@ -221,59 +228,35 @@ def plan_modules(
     if names is None:
         names = {module: name for name, module in root.named_modules()}
     overrides = _checked(chosen, names, rank)
-    ignored = _inside(ignored_modules)
-    skipped = set(ignored_parameters)
-    inside = [module for module in names if MODULE_STATE_ATTRIBUTE in module.__dict__]
-    uses: dict[nn.Parameter, _Uses] = {}
-    walk = _walk(root, overrides, ignored)
+    uses: dict[nn.Parameter, list[_Use]] = {}
+    for use in _uses(root, overrides, ignored_modules, ignored_parameters):
+        uses.setdefault(use.parameter, []).append(use)
     if any(each.get("mesh") is not None for each in overrides.values()):
-        overrides = _with_meshes_inside(overrides, walk, skipped, rank)
-    for prefix, module, chain in walk:
-        for key, parameter in module._parameters.items():
-            # Hashing a parameter runs Python: models of many are asked about what is empty nearly always.
-            if parameter is None or (skipped and parameter in skipped):
-                continue
-            name = f"{prefix}.{key}" if prefix else key
-            site = (module, key)
-            there = uses.get(parameter)
-            if there is None:
-                uses[parameter] = _Uses(list(chain), [site], [name])
-                continue
-            there.owners = [owner for owner in there.owners if owner in chain]
-            if site not in there.sites:
-                there.sites.append(site)
-            there.names.append(name)
+        overrides = _with_meshes_inside(root, overrides, uses, rank)
+    inside = [module for module in names if MODULE_STATE_ATTRIBUTE in module.__dict__]
     if not uses and not any(module.__dict__[MODULE_STATE_ATTRIBUTE].units for module in inside):
         raise EmptyUnitError(
             f"There is nothing to shard: {type(root).__name__} has no parameters (rank {rank}). "
             "Pass a module that has some, or leave it as it is."
         )
     _check_device(uses, rank)
-    inner = {module for module in inside if module is not root}
-    inner |= {found.owners[-1] for found in uses.values() if found.owners[-1] is not root}
-    owned = {parameter: found.sites for parameter, found in uses.items() if found.owners[-1] is root}
+    owner_of = {parameter: _Use.owners(found)[-1] for parameter, found in uses.items()}
+    inner = {module for module in (*inside, *owner_of.values()) if module is not root}
+    owned = {
+        parameter: [(use.module, use.key) for use in found]
+        for parameter, found in uses.items()
+        if owner_of[parameter] is root
+    }
     split = find_split_modules(root, inner, owned) if divides and inner else []
     for module in split:
-        for user in module.modules():
-            for parameter in user._parameters.values():
-                if parameter in owned:
-                    uses[parameter].owners.append(module)
+        held = {parameter for user in module.modules() for parameter in user._parameters.values()}
+        owner_of.update((parameter, module) for parameter in owned if parameter in held)
     groups: dict[nn.Module, dict[tuple[Any, ...], list[ManagedParameter]]] = {}
     for parameter, found in uses.items():
-        place = placed[parameter] if placed and parameter in placed else _PLAIN
-        part, leaf = place.part, place.leaf
-        if leaf is None:
-            part = leaf = TensorPart.of(parameter, found.names[0], rank)
-        original = parameter if leaf is None else plain_parameter(parameter)
-        extended = gathers_itself(original)
-        packed = None if extended else PackedClass.of(original)
-        called, sites = tuple(found.names), tuple(found.sites)
-        scalar = not original.shape
-        managed = ManagedParameter(
-            original, called, sites, part, leaf, place.mesh, extended, replicated=scalar, packed=packed, dim=place.dim
-        )
-        kind = (parameter.dtype, parameter.requires_grad, extended, packed is not None, place.mesh, scalar)
-        groups.setdefault(found.owners[-1], {}).setdefault(kind, []).append(managed)
+        managed = _managed(found, placed[parameter] if placed and parameter in placed else _PLAIN, rank)
+        packed = managed.packed is not None
+        kind = (parameter.dtype, parameter.requires_grad, managed.extended, packed, managed.mesh, managed.replicated)
+        groups.setdefault(owner_of[parameter], {}).setdefault(kind, []).append(managed)
     owners = {module for module in names if module is root or module in groups}
     outside = owners | set(ignored_modules)
     planned = []
@@ -308,6 +291,27 @@ def plan_modules(
     return planned
 
 
+def _managed(uses: Sequence[_Use], place: ParameterPlace, rank: int) -> ManagedParameter:
+    parameter, names = uses[0].parameter, tuple(use.name for use in uses)
+    part, leaf = place.part, place.leaf
+    if leaf is None:
+        part = leaf = TensorPart.of(parameter, names[0], rank)
+    original = parameter if leaf is None else plain_parameter(parameter)
+    extended = gathers_itself(original)
+    return ManagedParameter(
+        original,
+        names,
+        tuple(dict.fromkeys((use.module, use.key) for use in uses)),
+        part,
+        leaf,
+        place.mesh,
+        extended,
+        replicated=not original.shape,
+        packed=None if extended else PackedClass.of(original),
+        dim=place.dim,
+    )
+
+
 def _place(own: Sequence[ManagedParameter], placement: int | Mapping[str, int], module: str, rank: int) -> None:
     """Let the parameters ``own`` of the unit of ``module`` be cut as a policy's ``placement`` says.
 
@@ -337,33 +341,34 @@ def _place(own: Sequence[ManagedParameter], placement: int | Mapping[str, int], 
 
 
 def _with_meshes_inside(
+    root: nn.Module,
     overrides: Mapping[nn.Module, Mapping[str, Any]],
-    walk: Sequence[tuple[str, nn.Module, tuple[nn.Module, ...]]],
-    skipped: Collection[nn.Parameter],
+    uses: Mapping[nn.Parameter, Sequence[_Use]],
     rank: int,
 ) -> dict[nn.Module, Mapping[str, Any]]:
     """``overrides``, where modules have the mesh of the nearest one around them: parts of experts belong to these.
 
     Raises ParameterError: a parameter would belong to units over two meshes, or to none of the meshes of its modules.
     """
+
+    def around(chain: Sequence[nn.Module]) -> Mapping[str, Any]:
+        """The settings of the nearest module with a mesh of its own."""
+        known = (overrides.get(each, {}) for each in reversed(chain))
+        return next((settings for settings in known if settings.get("mesh") is not None), {})
+
     result = dict(overrides)
-    # By parameter: name, mesh and chosen modules of each use.
-    uses: dict[nn.Parameter, list[tuple[str, Any, tuple[nn.Module, ...]]]] = {}
-    for prefix, module, chain in walk:
-        around = next((each for each in reversed(chain) if overrides.get(each, {}).get("mesh") is not None), None)
-        settings = {} if around is None else overrides[around]
-        mesh = settings.get("mesh")
-        if module in overrides and around not in (None, module):
+    for _, module, chain in _walk(root, overrides, ()):
+        if module in overrides and (settings := around(chain)) is not overrides[module]:
             inside = {key: settings[key] for key in ("mesh", "gradient_divisor") if key in settings}
             result[module] = inside | {key: value for key, value in overrides[module].items() if key != "mesh"}
-        for key, parameter in module._parameters.items():
-            if parameter is not None and parameter not in skipped:
-                uses.setdefault(parameter, []).append((f"{prefix}.{key}" if prefix else key, mesh, chain))
     for found in uses.values():
-        owner = [each for each in found[0][2] if all(each in chain for _, _, chain in found)][-1]
-        mesh = result.get(owner, {}).get("mesh")
-        if any(each != mesh for _, each, _ in found):
-            listed = [f"'{name}' over {'the model' if each is None else repr(each)}" for name, each, _ in found]
+        mesh = result.get(_Use.owners(found)[-1], {}).get("mesh")
+        meshes = [around(use.chain).get("mesh") for use in found]
+        if any(each != mesh for each in meshes):
+            listed = [
+                f"'{use.name}' over {'the model' if each is None else repr(each)}"
+                for use, each in zip(found, meshes, strict=True)
+            ]
             raise ParameterError(
                 f"A parameter is shared by units over meshes of their own, and can be of one mesh alone (rank {rank}): "
                 f"{', '.join(listed)}. Override the mesh of one module that contains all of these."
@@ -389,12 +394,9 @@ def parameters_to_shard(
     ignored_parameters: Collection[nn.Parameter] = (),
 ) -> dict[nn.Parameter, str]:
     """What would be sharded, under its first name: all of ``root`` but what is ignored or inside of a module state."""
-    skipped = set(ignored_parameters)
     found: dict[nn.Parameter, str] = {}
-    for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
-        for key, parameter in module._parameters.items():
-            if parameter is not None and not (skipped and parameter in skipped):
-                found.setdefault(parameter, f"{prefix}.{key}" if prefix else key)
+    for use in _uses(root, {}, ignored_modules, ignored_parameters):
+        found.setdefault(use.parameter, use.name)
     return found
 
 
@@ -406,15 +408,12 @@ def refuse_unshardable(
     rank: int = 0,
 ) -> None:
     """Raise ParameterError for a parameter that cannot be sharded."""
-    ignored = frozenset(ignored_parameters)
-    seen = set(ignored)
-    for prefix, module, _ in _walk(root, {}, _inside(ignored_modules)):
-        refuse_embedding(prefix, module, ignored, rank)
-        for key, parameter in module._parameters.items():
-            if parameter is not None and parameter not in seen:
-                seen.add(parameter)
-                known = _torch_private.rnn_references(module, parameter) if isinstance(module, nn.RNNBase) else 0
-                _check_parameter(f"{prefix}.{key}" if prefix else key, parameter, module, rank, known)
+    seen = set()
+    for name, parameter, module, key, _ in _uses(root, {}, ignored_modules, ignored_parameters):
+        refuse_embedding(name.removesuffix(key).removesuffix("."), module, (), rank)
+        if parameter not in seen:
+            seen.add(parameter)
+            _check_parameter(name, parameter, module, rank)
 
 
 def refuse_embedding(name: str, module: nn.Module, ignored: Collection[nn.Parameter], rank: int) -> None:
@@ -436,7 +435,7 @@ def refuse_embedding(name: str, module: nn.Module, ignored: Collection[nn.Parame
     )
 
 
-def _check_parameter(name: str, parameter: nn.Parameter, module: nn.Module, rank: int, known_references: int) -> None:
+def _check_parameter(name: str, parameter: nn.Parameter, module: nn.Module, rank: int) -> None:
     where = f"'{name}' on rank {rank}"
     if isinstance(parameter, (UninitializedParameter, UninitializedBuffer)):
         raise ParameterError(f"The parameter {where} is not initialized. Run a forward of the lazy module first.")
@@ -478,7 +477,8 @@ def _check_parameter(name: str, parameter: nn.Parameter, module: nn.Module, rank
         )
     if parameter.grad is not None:
         raise ParameterError(f"The parameter {where} has a gradient already. Call zero_grad(set_to_none=True) first.")
-    if parameter.is_meta and weakref.getweakrefcount(parameter) > known_references:
+    known = _torch_private.rnn_references(module, parameter) if isinstance(module, nn.RNNBase) else 0
+    if parameter.is_meta and weakref.getweakrefcount(parameter) > known:
         raise ParameterError(
             f"The meta parameter {where} is weakly referenced, so it cannot be materialized in place. "
             "Drop the reference, or materialize the model before sharding it."
@@ -508,6 +508,21 @@ def _walk(
 
     visit("", root, (), frozenset())
     return found
+
+
+def _uses(
+    root: nn.Module,
+    chosen: Mapping[nn.Module, Any],
+    ignored_modules: Collection[nn.Module],
+    ignored_parameters: Collection[nn.Parameter],
+) -> Iterator[_Use]:
+    """Every place of every parameter of ``root`` but what is ignored, or inside of a module state."""
+    skipped = set(ignored_parameters)
+    for prefix, module, chain in _walk(root, chosen, {inner for each in ignored_modules for inner in each.modules()}):
+        for key, parameter in module._parameters.items():
+            # Hashing a parameter runs Python: models of many are asked about what is empty nearly always.
+            if parameter is not None and not (skipped and parameter in skipped):
+                yield _Use(f"{prefix}.{key}" if prefix else key, parameter, module, key, chain)
 
 
 def names_in(root: nn.Module) -> Callable[[ManagedParameter], tuple[str, ...]]:
@@ -594,15 +609,11 @@ def _checked(chosen: UnitPlan, names: Mapping[nn.Module, str], rank: int) -> dic
     return dict(chosen)
 
 
-def _inside(modules: Collection[nn.Module]) -> set[nn.Module]:
-    return {inner for module in modules for inner in module.modules()}
-
-
-def _check_device(uses: Mapping[nn.Parameter, _Uses], rank: int) -> None:
+def _check_device(uses: Mapping[nn.Parameter, Sequence[_Use]], rank: int) -> None:
     kinds: dict[str, str] = {}
     for parameter, found in uses.items():
         if not parameter.is_meta:
-            kinds.setdefault(str(parameter.device), found.names[0])
+            kinds.setdefault(str(parameter.device), found[0].name)
     if len(kinds) > 1:
         listed = ", ".join(f"'{name}' on {device}" for device, name in kinds.items())
         raise DeviceError(

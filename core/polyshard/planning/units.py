@@ -15,6 +15,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..events import Events
 from ..interfaces import (
     Collectives,
+    FormedWeights,
     Group,
     InputCast,
     LinearForm,
@@ -28,10 +29,9 @@ from ..interfaces import (
     WireSpec,
     WrapPolicy,
 )
-from .answers import callable_or_none, dtypes_of, is_packed, parked_of, refuse_unable, wire_of, yes_or_no
-from .forms import forms_in, split_by_caster
+from .answers import callable_or_none, dtypes_of, form_of, is_packed, parked_of, refuse_unable, wire_of, yes_or_no
 from .groups import ModelRanks, PlannedRanks
-from .layout import FlatLayout, rows_layout
+from .layout import FlatLayout, contiguous_stride, rows_layout
 from .meshes import WorldMesh, refuse_overlap
 from .plan import ManagedParameter, ModuleParameters, modules_called
 
@@ -189,11 +189,11 @@ def _planned(
         device=plugins.context.device,
         is_root=not owner.name or owner.parent is not None,
     )
-    for group in (part for each in owner.groups for part in split_by_caster(owner, each, caster, unsized, rank)):
+    for group in (part for each in owner.groups for part in _split_by_caster(owner, each, caster, unsized, rank)):
         first = group[0]
         ranks = of_module if first.mesh is None else model.of_unit(owner, first.mesh, rank, reads=reads)
         if first.replicated:
-            ranks = replace(ranks, lists=ranks.lists.whole(), post_forward_size=None)
+            ranks = replace(ranks, lists=ranks.lists.whole, post_forward_size=None)
         suffix = _suffix(group, ranks.lists.label) if units else ""
         _refuse_uneven(group, ranks.shards, rank)
         tensors, dims = [each.original for each in group], [each.dim for each in group]
@@ -223,13 +223,15 @@ def _planned(
         if travels != itemsize:
             flat = rows_layout(tensors, dims, shards=ranks.shards, itemsize=travels)
             spec = replace(spec, numel=flat.padded_numel, shard_numel=flat.shard_numel)
-        forms = forms_in(caster, spec, flat, dtypes.compute, rank) if first.formed else ()
+        forms = _forms_in(caster, spec, flat, dtypes.compute, rank) if first.formed else ()
         as_it_is = ranks.shards == 1 or bool(forms) or first.extended or packed or is_packed(dtype)
         wire = None if as_it_is else wire_of(caster, spec, rank)
         # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
         _full_precision_in_eval(caster, spec, rank)
         observers = plugins.events.observers(spec) if plugins.events.active else ()
-        launched = _launch_numel(group, flat)
+        numels = [each.original.numel() if each.part is None else each.part.largest_numel for each in group]
+        even = all(each.part is None or each.part.is_even for each in group)
+        launched = flat.padded_numel if even else sum(numels)
         units.append(PlannedUnit(group, spec, flat, dtypes, wire, forms, observers, ranks, launched))
     plain = (unit for unit in units if unit.parameters[0].packed is None and not is_packed(unit.spec.master_dtype))
     computing = next(plain, None)
@@ -252,6 +254,85 @@ def _planned(
         full_precision_in_eval=_full_precision_in_eval(caster, spec, rank),
         reads_in_backward=reads,
     )
+
+
+def _split_by_caster(
+    owner: ModuleParameters, group: Sequence[ManagedParameter], caster: PrecisionCaster, unit: UnitSpec, rank: int
+) -> list[tuple[ManagedParameter, ...]]:
+    """``group``, one of ``owner``, as up to three: parameters in the compute dtype, those that keep their own, and
+    weights that ``caster`` forms.
+
+    Weights of a module that was split off are not formed: other modules may compute with them.
+    """
+    # Most casters answer neither question by themselves, and models have many parameters.
+    keeps, forms = (
+        getattr(getattr(caster, question), "__func__", None) is not getattr(PrecisionCaster, question)
+        for question in ("keeps_dtype", "forms")
+    )
+    parts: tuple[list[ManagedParameter], ...] = [], [], []
+    for each in group:
+        name, (module, attribute) = each.names[0], each.sites[0]
+        each.keeps_dtype = keeps and yes_or_no(caster, "keeps_dtype", caster.keeps_dtype(unit, name), f"'{name}'", rank)
+        each.formed = False
+        if forms and owner.parent is None and not each.keeps_dtype and _may_be_formed(each):
+            linear: Any = module
+            name = name.removesuffix(attribute).removesuffix(".")
+            each.formed = yes_or_no(caster, "forms", caster.forms(unit, linear, name), f"'{name}'", rank)
+        parts[1 if each.keeps_dtype else 2 if each.formed else 0].append(each)
+    return [tuple(part) for part in parts if part]
+
+
+def _may_be_formed(parameter: ManagedParameter) -> bool:
+    original: Any = parameter.original
+    module, attribute = parameter.sites[0]
+    return (
+        parameter.leaf is None
+        and not parameter.extended
+        and len(parameter.sites) == 1
+        # Of a subclass, or with a replaced method, the forward computes something else.
+        and type(module) is nn.Linear
+        and attribute == "weight"
+        and "forward" not in module.__dict__
+        and type(original) is nn.Parameter
+        and original.dtype.is_floating_point
+        and not is_packed(original.dtype)
+        and original.stride() == contiguous_stride(original.shape)
+        and original.numel() > 0
+    )
+
+
+def _forms_in(
+    caster: PrecisionCaster, unit: UnitSpec, layout: FlatLayout, compute: torch.dtype, rank: int
+) -> tuple[LinearForm, ...]:
+    """The forms of the weights of ``unit``, those of each segment of ``layout`` by themselves.
+
+    Raises:
+        ConfigError: the caster does not form weights that are cut so.
+        PluginContractError: it answered what its contract does not allow.
+        UnsupportedError: a weight is cut along another dimension than the first.
+    """
+    if layout.staged:
+        raise UnsupportedError(
+            f"'{unit.parameter_names[layout.staged[0]]}' would be cut along dimension "
+            f"{layout.slots[layout.staged[0]].dim}, and its caster computes with the bytes of a gather, which lie rank "
+            "by rank then. Place it along 0, or take another precision."
+        )
+    found = []
+    named = list(zip(unit.parameter_names, layout.slots, strict=True))
+    for number, (start, numel) in enumerate(zip(layout.starts, layout.slices, strict=True)):
+        inside = [(name, slot) for name, slot in named if slot.segment == number]
+        weights = FormedWeights(
+            unit=unit.label,
+            names=tuple(name for name, _ in inside),
+            shapes=tuple((slot.shape[0], slot.shape[1]) for _, slot in inside),
+            offsets=tuple(slot.offset - layout.world_size * start for _, slot in inside),
+            shards=layout.world_size,
+            shard_numel=numel,
+            compute=compute,
+            device=unit.device,
+        )
+        found.append(form_of(caster, weights, rank))
+    return tuple(found)
 
 
 def _refuse_uneven(group: Sequence[ManagedParameter], shards: int, rank: int) -> None:
@@ -367,14 +448,6 @@ def reads_in_backward(module: nn.Module) -> bool:
 def _full_precision_in_eval(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> bool:
     answer = caster.full_precision_in_eval(unit)
     return yes_or_no(caster, "full_precision_in_eval", answer, f"unit '{unit.label}'", rank)
-
-
-def _launch_numel(group: Sequence[ManagedParameter], flat: FlatLayout) -> int:
-    parts = [parameter.part for parameter in group]
-    if all(part is None or part.is_even for part in parts):
-        return flat.padded_numel
-    pairs = zip(parts, group, strict=True)
-    return sum(each.original.numel() if part is None else part.largest_numel for part, each in pairs)
 
 
 def _suffix(group: Sequence[ManagedParameter], ranks: str) -> str:

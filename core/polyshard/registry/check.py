@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
-from .. import hookspecs
-from ..config import did_you_mean
 from ..errors import PluginContractError, PluginVersionError
 from ..interfaces import (
     CURRENT_API,
@@ -82,11 +80,10 @@ def faults_of(group: Group, factory: Any) -> Iterator[str]:
     """A sentence for each reason why the contract cannot call ``factory``, or the class that it is."""
     if not _takes_context(factory):
         yield f"it must take a PluginContext as its first argument, but has the signature {inspect.signature(factory)}"
-    if isinstance(factory, type):
-        contract = CONTRACTS[group]
-        if contract is object:
-            yield from _hook_faults(factory)
-        elif issubclass(factory, contract):
+    contract = CONTRACTS[group]
+    # Hooks of listeners are pluggy's to check, where they are registered.
+    if isinstance(factory, type) and contract is not object:
+        if issubclass(factory, contract):
             yield from _method_faults(contract, factory)
         elif factory.__new__ is object.__new__:
             # With a __new__ of its own, calling it may give anything.
@@ -189,26 +186,3 @@ def _refused(taken: inspect.Signature, by_place: list[Any], error: TypeError) ->
         except TypeError:
             return f"it does not take {by_place[count - 1]!r}" if by_place[count - 1] else "it does not take 'self'"
     return str(error)
-
-
-#: Attribute that ``polyshard.hookimpl`` leaves on a function, and that of a specification.
-_IMPLEMENTATION, _SPECIFICATION = f"{hookspecs.PROJECT_NAME}_impl", f"{hookspecs.PROJECT_NAME}_spec"
-
-
-def _hook_faults(cls: type) -> Iterator[str]:
-    """A sentence for each hook of a listener's class that does not exist, or asks for an argument that does not."""
-    specs = {name: each for name, each in vars(hookspecs).items() if hasattr(each, _SPECIFICATION)}
-    methods = {name: each for base in reversed(cls.__mro__) for name, each in vars(base).items()}
-    for name, found in sorted(methods.items()):
-        options = getattr(found, _IMPLEMENTATION, None)
-        if options is None or not isinstance(found, FunctionType):
-            continue
-        hook = options.get("specname") or name
-        if hook not in specs:
-            if not options.get("optionalhook"):
-                yield f"it implements a hook {hook!r} that does not exist.{did_you_mean(hook, specs)}"
-            continue
-        known = inspect.signature(specs[hook]).parameters
-        for asked in list(inspect.signature(found, follow_wrapped=False).parameters.values())[1:]:
-            if asked.name not in known and asked.default is inspect.Parameter.empty:
-                yield f"the hook {hook} has no argument {asked.name!r}; it has {', '.join(known)}"

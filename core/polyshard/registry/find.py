@@ -13,12 +13,9 @@ import functools
 import importlib.metadata
 import importlib.util
 import inspect
-import json
 import os
 import re
 import sys
-import urllib.parse
-import urllib.request
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -381,8 +378,6 @@ class Installed:
     state: PluginState
     error: str = ""
     """The reason why it is not ready; empty where it is."""
-    editable: str = ""
-    """Folder of an editable install; empty for any other."""
     file: str = ""
     """File in which its factory is defined; empty where that is not known."""
 
@@ -412,7 +407,6 @@ def installed(group: Group) -> tuple[Installed, ...]:
                 version=offer.version,
                 state=state,
                 error=error,
-                editable=_editable_folder(offer.entry_point),
                 file=file,
             )
         )
@@ -445,14 +439,3 @@ def _location(module: str) -> str:
     except BaseException:
         return ""
     return (spec.origin or "") if spec is not None and spec.has_location else ""
-
-
-def _editable_folder(entry_point: EntryPoint) -> str:
-    """Folder of an editable install; empty for any other."""
-    try:
-        record = json.loads(entry_point.dist.read_text("direct_url.json") or "") if entry_point.dist is not None else {}
-        editable = bool(record["dir_info"].get("editable"))
-        parts = urllib.parse.urlsplit(record["url"])
-    except (KeyError, TypeError, AttributeError, ValueError):
-        return ""
-    return urllib.request.url2pathname(parts.path) if editable and parts.scheme == "file" else ""

@@ -97,15 +97,36 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
         mesh=mesh,
         timeout=timedelta(seconds=config.timeout_s),
     )
-    resolved = registry.resolve(Group.COLLECTIVES, choice)
-    constructed = registry.construct(resolved, context)
-    collectives = agreement.collectives = constructed.instance
+    constructed = registry.construct(registry.resolve(Group.COLLECTIVES, choice), context)
+    collectives, chosen = constructed.instance, constructed.resolved
+    agreement.collectives = collectives
     if world is not None and len(world.ranks) != collectives.world_size:
         raise WorldSizeError(
             f"The mesh is of ranks {world.ranks}, but the collectives are of {collectives.world_size} (rank "
             f"{collectives.rank}). Give collectives of the ranks of the mesh, or name them."
         )
-    return construct_plugins(config, context, constructed, world)
+    precision = registry.resolve(Group.PRECISION, config.precision)
+    offload = registry.resolve(Group.OFFLOAD, config.offload)
+    policy = registry.resolve(Group.POLICIES, policy_choice(config.policy))
+    listeners = [registry.resolve(Group.PLUGINS, choice) for choice in config.listeners]
+    refuse_unable(collectives, collectives.rank)
+    refuse_unserved(constructed, context, collectives.world_size)
+    watched = replace(context, rank=collectives.rank, world_size=collectives.world_size)
+    caster = registry.construct(precision, context)
+    manager = registry.construct(offload, context)
+    wraps = registry.construct(policy, context)
+    watching = [registry.construct(plugin, watched) for plugin in listeners]
+    return ChosenPlugins(
+        context,
+        collectives,
+        caster.instance,
+        manager.instance,
+        wraps.instance,
+        Events([(each.resolved.name, each.instance) for each in watching]),
+        (constructed, caster, manager, wraps, *watching),
+        chosen.options if chosen.distribution else collectives,
+        world,
+    )
 
 
 def world_of(request: Request, mesh: DeviceMesh | None) -> WorldMesh | None:
@@ -142,44 +163,6 @@ def _group_of(world: WorldMesh, given: Any | None) -> Any | None:
                 return known
     made = _WORLDS[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
     return made
-
-
-def construct_plugins(
-    config: ShardConfig,
-    context: PluginContext,
-    constructed: registry.Constructed[Collectives],
-    mesh: WorldMesh | None = None,
-) -> ChosenPlugins:
-    """Every plugin that ``config`` names, but for the collectives, which are ``constructed``.
-
-    Raises what resolving and constructing them does, ``DeviceError`` and ``WorldSizeError`` where the collectives do
-    not serve the device or the number of ranks.
-    """
-    collectives = constructed.instance
-    precision = registry.resolve(Group.PRECISION, config.precision)
-    offload = registry.resolve(Group.OFFLOAD, config.offload)
-    policy = registry.resolve(Group.POLICIES, policy_choice(config.policy))
-    listeners = [registry.resolve(Group.PLUGINS, choice) for choice in config.listeners]
-    refuse_unable(collectives, collectives.rank)
-    refuse_unserved(constructed, context, collectives.world_size)
-    watched = replace(context, rank=collectives.rank, world_size=collectives.world_size)
-    caster = registry.construct(precision, context)
-    manager = registry.construct(offload, context)
-    wraps = registry.construct(policy, context)
-    watching = [registry.construct(plugin, watched) for plugin in listeners]
-    used: tuple[registry.Constructed[Any], ...] = (constructed, caster, manager, wraps, *watching)
-    chosen = constructed.resolved
-    return ChosenPlugins(
-        context,
-        collectives,
-        caster.instance,
-        manager.instance,
-        wraps.instance,
-        Events([(each.resolved.name, each.instance) for each in watching]),
-        used,
-        chosen.options if chosen.distribution else collectives,
-        mesh,
-    )
 
 
 def refuse_unserved(constructed: registry.Constructed[Collectives], context: PluginContext, world_size: int) -> None:

@@ -52,8 +52,6 @@ def _list(arguments: argparse.Namespace) -> int:
     for plugin in plugins:
         if plugin.error:
             print(f"\n{plugin.group.value} {plugin.name} ({plugin.distribution or 'unnamed'}): {plugin.error}")
-    for folder in dict.fromkeys(plugin.editable for plugin in plugins if plugin.editable):
-        print(f"\neditable install: {folder}")
     return 0
 
 
