@@ -46,17 +46,7 @@ def mesh_over(collectives: Collectives | None, device_type: str) -> DeviceMesh:
     group = collectives.process_group
     if isinstance(group, dist.ProcessGroup):
         return DeviceMesh.from_group(group, device_type)
-    mesh = _meshes.get((id(collectives),))
-    if mesh is None:
-        mesh = _meshed(
-            [CollectivesGroup(collectives)],
-            device_type,
-            torch.arange(collectives.world_size),
-            collectives.rank,
-            None,
-        )
-        _meshes[id(collectives),] = mesh
-    return mesh
+    return grid_over([collectives], device_type, torch.arange(collectives.world_size), collectives.rank, None)
 
 
 def grid_over(
@@ -64,7 +54,7 @@ def grid_over(
     device_type: str,
     ranks: torch.Tensor,
     rank: int,
-    names: tuple[str, ...],
+    names: tuple[str, ...] | None,
 ) -> DeviceMesh:
     """A mesh of ``ranks``, with a dimension for each of ``groups``, which are those that ``rank`` is among.
 

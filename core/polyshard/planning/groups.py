@@ -372,16 +372,8 @@ class FormedGroups:
             spread = self.world.world_size // lists.data_ranks if own else 1
             joined = lists.data if lists.data_ranks < self.world.world_size else []
             place = next((index for index, each in enumerate(joined) if self.world.rank in each), 0)
-            found = UnitRanks.over(
-                self.world,
-                owner,
-                replicate,
-                divisor=divisor,
-                label=lists.label,
-                spread=spread,
-                place=place,
-                lists=lists,
-            )
+            more = {"divisor": divisor, "label": lists.label, "spread": spread, "place": place, "lists": lists}
+            found = UnitRanks.over(self.world, owner, replicate, **more)
             # Units with equal ranks have one record, by which their launches are brought together.
             found = next((each for each in self._ranks.values() if each == found), found)
             self._ranks[id(lists), divisor] = found

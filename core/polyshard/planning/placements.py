@@ -14,7 +14,7 @@ from ..config import Strategy
 from ..interfaces import Collectives, UnitDtypes
 from .extensions import ExtensionArguments
 from .groups import FormedGroups, ModelRanks, UnitRanks
-from .meshes import UnitLists, WorldMesh
+from .meshes import WorldMesh
 from .parts import TensorPart
 from .plan import ManagedParameter
 
@@ -66,10 +66,9 @@ class Placings:
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._of_mesh(ranks, None if part is None else part.mesh)
-        return found if part is None else Placing(found.mesh, self._with_part(found, part), found.at)
-
-    def _with_part(self, found: Placing, part: TensorPart) -> tuple[Placement, ...]:
-        return (*found.before[: found.mesh.ndim - len(part.placements)], *part.placements)
+        if part is None:
+            return found
+        return replace(found, before=(*found.before[: found.mesh.ndim - len(part.placements)], *part.placements))
 
     def _of_mesh(self, ranks: UnitRanks, others: DeviceMesh | None) -> Placing:
         from torch.distributed.tensor import Replicate
@@ -97,7 +96,8 @@ class Placings:
         """Of a unit without a mesh of its own: the dimensions that the configuration names, in its mesh, and which of
         them cuts. None where they are none, or several that count as one."""
         config, mesh = self._ranks.config, self._ranks.config.mesh
-        if mesh is None or isinstance(mesh, WorldMesh) or not self._is_of_model(ranks):
+        of_model = any(ranks.lists is each for each in (self._ranks.lists, self._ranks.lists.whole))
+        if mesh is None or isinstance(mesh, WorldMesh) or not of_model:
             return None
         cuts = ranks.owner is not None
         if config.shard is None:
@@ -111,16 +111,18 @@ class Placings:
             return None
         return mesh[names], len(replicate) if cuts else None
 
-    def _is_of_model(self, ranks: UnitRanks) -> bool:
-        return any(ranks.lists is each for each in (self._ranks.lists, self._ranks.lists.whole))
-
     def _grid(self, ranks: UnitRanks, groups: Sequence[Collectives], others: DeviceMesh | None) -> DeviceMesh:
         """A mesh by its groups: those of the unit, and those of ``others``."""
         from .device_mesh import grid_over
 
-        lists = ranks.lists
+        lists, job = ranks.lists, self._job_ranks
         assert lists is not None
-        table = self._table(lists, cuts=ranks.owner is not None, replicates=ranks.replicate is not None)
+        # ``[replicate, shard]``, without dimensions of one rank: the ranks of this rank's unit.
+        mine = next(group for group in lists.shard if self._world.rank in group)
+        home = {rank: group for group in lists.replicate for rank in group}
+        table = torch.tensor([[job[rank] for rank in home[each]] for each in mine]).t()
+        table = table[0] if ranks.replicate is None else table
+        table = table[..., 0] if ranks.owner is None else table
         shard, _, replicate = lists.label.replace(", ", "_").partition(" and ")
         kinds = ((replicate or "replicate", ranks.replicate), (shard or "shard", ranks.owner))
         names = tuple(name for name, each in kinds if each is not None)
@@ -131,11 +133,7 @@ class Placings:
             table = torch.stack([of_rank[rank] for rank in table.flatten().tolist()]).view(*table.shape, *others.shape)
             names += tuple(others.mesh_dim_names or (f"part{index}" for index in range(others.ndim)))
             more = [others.get_group(index) for index in range(others.ndim)]
-        return grid_over([*groups, *more], self.device_type, table, self._rank, names)
-
-    @property
-    def _rank(self) -> int:
-        return self._job_ranks[self._world.rank]
+        return grid_over([*groups, *more], self.device_type, table, job[self._world.rank], names)
 
     @property
     def _job_ranks(self) -> Sequence[int]:
@@ -147,16 +145,6 @@ class Placings:
         if isinstance(group, torch.distributed.ProcessGroup):
             return torch.distributed.get_process_group_ranks(group)
         return range(self._world.world_size)
-
-    def _table(self, lists: UnitLists, *, cuts: bool, replicates: bool) -> torch.Tensor:
-        """``[replicate, shard]``, without dimensions of one rank: the ranks of this rank's unit."""
-        mine = next(group for group in lists.shard if self._world.rank in group)
-        home = {rank: group for group in lists.replicate for rank in group}
-        job = self._job_ranks
-        table = torch.tensor([[job[rank] for rank in home[each]] for each in mine]).t()
-        if not replicates:
-            table = table[0]
-        return table if cuts else table[..., 0]
 
 
 @dataclass(frozen=True, slots=True)

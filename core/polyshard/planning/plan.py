@@ -239,7 +239,16 @@ def plan_modules(
             f"There is nothing to shard: {type(root).__name__} has no parameters (rank {rank}). "
             "Pass a module that has some, or leave it as it is."
         )
-    _check_device(uses, rank)
+    devices: dict[str, str] = {}
+    for parameter, found in uses.items():
+        if not parameter.is_meta:
+            devices.setdefault(str(parameter.device), found[0].name)
+    if len(devices) > 1:
+        listed = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
+        raise DeviceError(
+            f"polyshard only supports single device modules but got params on several: {listed} (rank {rank}). "
+            "Move the model to one device first."
+        )
     owner_of = {parameter: _Use.owners(found)[-1] for parameter, found in uses.items()}
     inner = {module for module in (*inside, *owner_of.values()) if module is not root}
     owned = {
@@ -607,16 +616,3 @@ def _checked(chosen: UnitPlan, names: Mapping[nn.Module, str], rank: int) -> dic
             )
         refuse_wrong_overrides(overrides, f"'{names[module]}' (rank {rank})")
     return dict(chosen)
-
-
-def _check_device(uses: Mapping[nn.Parameter, Sequence[_Use]], rank: int) -> None:
-    kinds: dict[str, str] = {}
-    for parameter, found in uses.items():
-        if not parameter.is_meta:
-            kinds.setdefault(str(parameter.device), found[0].name)
-    if len(kinds) > 1:
-        listed = ", ".join(f"'{name}' on {device}" for device, name in kinds.items())
-        raise DeviceError(
-            f"polyshard only supports single device modules but got params on several: {listed} (rank {rank}). "
-            "Move the model to one device first."
-        )

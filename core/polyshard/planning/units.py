@@ -153,11 +153,25 @@ def plan_units(
     rank = plugins.collectives.rank
     # Bytes in which an element of a dtype travelled in the modules planned before.
     travelled: dict[torch.dtype, int] = {}
-    planned = []
-    for owner in owners:
-        planned.append(_planned(owner, plugins, ranks, travelled))
-        _refuse_overlaps(planned[-1], ranks)
-    _decide_parking(planned, rank)
+    planned = [_planned(owner, plugins, ranks, travelled) for owner in owners]
+    served: dict[int, tuple[OffloadManager, list[PlannedUnit]]] = {}
+    for each in planned:
+        served.setdefault(id(each.offload), (each.offload, []))[1].extend(each.units)
+        for unit, parameter in each.placed_parameters:
+            if parameter.part is None:
+                continue
+            if ranks.mesh is None:
+                raise ConfigError(
+                    f"The parameter '{parameter.names[0]}' is a DTensor, and the configuration has no mesh that would "
+                    "tell over which other ranks to shard it. Give it: ShardConfig(mesh=mesh, shard='dp'), of a mesh "
+                    "with the DTensor's dimensions and those to shard over."
+                )
+            refuse_overlap(unit.ranks.lists, parameter.part.mesh, ranks.mesh, parameter.names[0])
+    # A manager is asked once, of all the units that it serves.
+    for manager, units in served.values():
+        parked = parked_of(manager, tuple(unit.spec for unit in units), rank)
+        for unit in units:
+            unit.parked = unit.spec in parked
     for each in planned:
         _refuse_beside_buffers(each, plugins.collectives)
     return tuple(planned)
@@ -361,36 +375,6 @@ def _refuse_narrow_batch_norms(
                 f"leave_alone=['{kind.__module__}:{kind.__name__}'] of the precision, or by a fully_shard call of its "
                 "own without param_dtype."
             )
-
-
-def _decide_parking(plans: Sequence[PlannedModule], rank: int) -> None:
-    """Mark each unit of ``plans``, of one model in its order, that its offload manager parks.
-
-    A manager is asked once, of all the units that it serves.
-
-    Raises PluginContractError: a manager answered what its contract does not allow.
-    """
-    served: dict[int, tuple[OffloadManager, list[PlannedUnit]]] = {}
-    for plan in plans:
-        served.setdefault(id(plan.offload), (plan.offload, []))[1].extend(plan.units)
-    for manager, units in served.values():
-        parked = parked_of(manager, tuple(unit.spec for unit in units), rank)
-        for unit in units:
-            unit.parked = unit.spec in parked
-
-
-def _refuse_overlaps(module: PlannedModule, ranks: ModelRanks) -> None:
-    """Raise where a ``DTensor`` of ``module`` is over ranks that share its unit's shards, or is without a mesh."""
-    for unit, parameter in module.placed_parameters:
-        if parameter.part is None:
-            continue
-        if ranks.mesh is None:
-            raise ConfigError(
-                f"The parameter '{parameter.names[0]}' is a DTensor, and the configuration has no mesh that would "
-                "tell over which other ranks to shard it. Give it: ShardConfig(mesh=mesh, shard='dp'), of a mesh "
-                "with the DTensor's dimensions and those to shard over."
-            )
-        refuse_overlap(unit.ranks.lists, parameter.part.mesh, ranks.mesh, parameter.names[0])
 
 
 def _refuse_beside_buffers(module: PlannedModule, collectives: Collectives) -> None:

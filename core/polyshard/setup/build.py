@@ -36,6 +36,9 @@ from ..runtime.unit import Unit
 from .materialize import Materializer, look_inside, park, place_buffers, try_codecs
 from .request import Request
 
+#: Attribute under which a module that is in pieces holds what happened.
+_BROKEN_ATTRIBUTE = "_polyshard_broken"
+
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
@@ -141,7 +144,11 @@ class Build:
 
     def give_up(self, reason: str) -> None:
         """Refuse every later use of the model, which is in pieces and stays so."""
-        mark_broken(self._request.module, f"{reason} (rank {self._groups.world.rank})")
+        for module in self._request.module.modules():
+            if _BROKEN_ATTRIBUTE not in module.__dict__:
+                module.register_forward_pre_hook(_refuse_forward, prepend=True)
+                module.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
+            module.__dict__[_BROKEN_ATTRIBUTE] = f"{reason} (rank {self._groups.world.rank})"
 
     def close(self) -> None:
         """Close what was made for a model that was not built. Every rank calls it."""
@@ -331,19 +338,6 @@ def _cut(unit: PlannedUnit, ranks: UnitRanks, device: torch.device) -> torch.Ten
             elements = source.as_strided((slot.numel,), (1,), source.storage_offset())[piece.start : piece.stop]
             master.narrow(0, piece.shard_offset, piece.numel).copy_(elements)
     return master
-
-
-#: Attribute under which such a module holds what happened.
-_BROKEN_ATTRIBUTE = "_polyshard_broken"
-
-
-def mark_broken(model: nn.Module, reason: str) -> None:
-    """Refuse every later use of ``model`` and of the modules inside it. ``reason``: what happened, and where."""
-    for module in model.modules():
-        if _BROKEN_ATTRIBUTE not in module.__dict__:
-            module.register_forward_pre_hook(_refuse_forward, prepend=True)
-            module.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
-        module.__dict__[_BROKEN_ATTRIBUTE] = reason
 
 
 def refuse_broken(model: nn.Module, call: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from .. import registry
@@ -31,6 +33,7 @@ from ..planning.groups import ModelRanks
 from ..planning.meshes import UnitLists
 from ..planning.plan import (
     MODULE_STATE_ATTRIBUTE,
+    ManagedParameter,
     ModuleParameters,
     modules_called,
     modules_in,
@@ -106,7 +109,9 @@ def shard_module(request: Request) -> Root:
             build.give_up(str(mismatch))
             raise
         unfinished.pop_all()
-    _remember_plugins(plan)
+    used = [registry.used(each) for each in plugins.used]
+    used += [registry.used(own, each.name) for each in plan.modules for own in each.named.values()]
+    modules_called(request.module)[0].__dict__[_PLUGINS_ATTRIBUTE] = tuple(used)
     take_over(root, optimizers, places)
     return root
 
@@ -177,11 +182,10 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
     # Where nothing is gathered, one unit around the others costs nothing.
     divides = request.config.split_root and shards > 1
     owners = plan_modules(module, chosen, names=names, placed=request.placed, rank=rank, divides=divides, **ignored)
-    if device.type != "meta":
-        _refuse_packed_meta(owners, rank)
+    for each in itertools.chain(*(owner.parameters for owner in owners)):
+        _refuse_unserved(each, plugins.collectives, device)
     if not request.stays_on_meta and request.initializer is None:
         refuse_uninitializable(owners, names, rank)
-    _refuse_irreducible(owners, plugins.collectives)
     return owners
 
 
@@ -219,14 +223,22 @@ def _held_in(model: nn.Module) -> dict[tuple[nn.Module, str], object]:
     }
 
 
-def _refuse_packed_meta(owners: Sequence[ModuleParameters], rank: int) -> None:
-    for each in (each for owner in owners for each in owner.parameters):
-        packed = each.packed
-        if packed is not None and any(tensor.is_meta for tensor in (each.original, *packed.tensors)):
-            raise ParameterError(
-                f"The parameter '{each.names[0]}' (rank {rank}), a {packed.cls.__name__}, has no values on the meta "
-                "device, and nor has what its bytes mean. Build and quantize it on another device before it is sharded."
-            )
+def _refuse_unserved(parameter: ManagedParameter, collectives: Collectives, device: torch.device) -> None:
+    """Raise ParameterError for a parameter that is packed and has no values, or whose gradients cannot be reduced."""
+    packed, name, rank = parameter.packed, parameter.names[0], f"(rank {collectives.rank})"
+    held = () if packed is None or device.type == "meta" else (parameter.original, *packed.tensors)
+    if packed is not None and any(tensor.is_meta for tensor in held):
+        raise ParameterError(
+            f"The parameter '{name}' {rank}, a {packed.cls.__name__}, has no values on the meta device, and nor has "
+            "what its bytes mean. Build and quantize it on another device before it is sharded."
+        )
+    dtype = parameter.original.dtype
+    trained = parameter.original.requires_grad and collectives.world_size > 1
+    if trained and dtype.is_complex and dtype not in collectives.capabilities.dtypes:
+        raise ParameterError(
+            f"The collectives do not reduce {dtype}, which '{name}' has {rank}. Keep real and imaginary parts as real "
+            "parameters, or pass it in ignored_parameters."
+        )
 
 
 def _fill_in(report: Report, plan: ShardPlan, agreement: Agreement) -> None:
@@ -268,12 +280,6 @@ def _fill_in(report: Report, plan: ShardPlan, agreement: Agreement) -> None:
             rows += buffers_to_compare(named for named in plan.request.module.named_modules() if named[1] in own)
 
 
-def _remember_plugins(plan: ShardPlan) -> None:
-    found = [registry.used(each) for each in plan.plugins.used]
-    found += [registry.used(own, each.name) for each in plan.modules for own in each.named.values()]
-    modules_called(plan.request.module)[0].__dict__[_PLUGINS_ATTRIBUTE] = tuple(found)
-
-
 def _log(plan: ShardPlan) -> None:
     configured, collectives = plan.request.config.strategy, plan.plugins.collectives
     if plan.ranks.strategy is not configured:
@@ -311,18 +317,6 @@ def _refuse_shared(module: nn.Module, named: Mapping[nn.Parameter, str], rank: i
             f"Parameter '{name}' of this {type(module).__name__} is sharded already, as '{before}' {where} (rank "
             f"{rank}). {instead}."
         )
-
-
-def _refuse_irreducible(owners: Sequence[ModuleParameters], collectives: Collectives) -> None:
-    if collectives.world_size == 1:
-        return
-    for each in (each for owner in owners for each in owner.parameters):
-        dtype = each.original.dtype
-        if each.original.requires_grad and dtype.is_complex and dtype not in collectives.capabilities.dtypes:
-            raise ParameterError(
-                f"The collectives do not reduce {dtype}, which '{each.names[0]}' has (rank {collectives.rank}). Keep "
-                "real and imaginary parts as real parameters, or pass it in ignored_parameters."
-            )
 
 
 def _warn_of_ignored(request: Request, owners: Sequence[ModuleParameters], collectives: Collectives) -> None:
