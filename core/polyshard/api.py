@@ -15,7 +15,6 @@ from .config import ShardConfig, config_of
 from .errors import ConfigError, StateError
 from .functions.memory import MemoryReport, memory_report
 from .functions.norms import clip_grad_norm, norm_dtype
-from .functions.torch_functions import follow, prepare
 from .functions.whole import unsharded_parameters
 from .interfaces import ReduceOp
 from .planning.plan import MODULE_STATE_ATTRIBUTE
@@ -69,11 +68,7 @@ def shard(
     listener's ``after_shard``) leaves a model whose every use is refused with a ``StateError``.
     """
     config = config_of(config, "shard(model, config)")
-    request = Request(
-        model, config, initializer, ignored_modules, ignored_parameters, composes=False, optimizers=optimizers
-    )
-    prepare()
-    follow(shard_module(request))
+    shard_module(Request(model, config, initializer, ignored_modules, ignored_parameters, optimizers=optimizers))
     return model
 
 
@@ -107,8 +102,7 @@ def fully_shard(
     request = Request(
         module, config, initializer, ignored_modules, ignored_parameters, composes=True, optimizers=optimizers
     )
-    prepare()
-    follow(shard_module(request))
+    shard_module(request)
     return module
 
 

@@ -20,7 +20,6 @@ from ._torch_private import (
 )
 from .events import Events
 from .functions.norms import clip_grad_norm
-from .functions.torch_functions import follow, prepare
 from .functions.whole import gather_whole, own_part, write_back
 from .nested import iter_tensors, map_tensors
 from .planning.extensions import ExtensionArguments, gathers_itself, inner_tensors

@@ -40,9 +40,7 @@ from polyshard.extension import (
     Request,
     Reshard,
     Root,
-    follow,
     map_tensors,
-    prepare,
     root_of,
     shard_module,
 )
@@ -123,21 +121,16 @@ class State(FSDPState):  # type: ignore[misc]
         """Shard what in the modules is not sharded yet."""
         module = together(self.modules)
         if has_something(module, self.asked.ignored):
-            prepare()
-            root = shard_module(
-                Request(
-                    module,
-                    self.asked.config,
-                    None,
-                    (),
-                    self.asked.ignored,
-                    composes=True,
-                    placed=self.asked.places,
-                    placements=self.asked.placed,
-                    stays_on_meta=True,
-                )
+            request = Request(
+                module,
+                self.asked.config,
+                ignored_parameters=self.asked.ignored,
+                composes=True,
+                placed=self.asked.places,
+                placements=self.asked.placed,
+                stays_on_meta=True,
             )
-            follow(root)
+            root = shard_module(request)
             use_hints(root)
             for state in states_in(module):
                 if state.communication.custom:

@@ -97,16 +97,10 @@ ENVIRONMENT_PREFIX = "POLYSHARD_"
 #: The variables with the prefix that are no settings: no file and no configuration can set them.
 NO_SETTINGS = frozenset({ALLOWED_PLUGINS, DISABLE_PLUGINS})
 
-_PLUGIN_FIELDS: tuple[str, ...] = tuple(GROUP_OF_SETTING)
-_TEXT_FIELDS: tuple[str, ...] = ("strategy", "device")
-_DIMENSION_FIELDS: tuple[str, ...] = ("shard", "replicate")
-_OPTIONAL_FIELDS: tuple[str, ...] = (
-    "device",
-    "shard_size",
-    "reshard_after_forward",
-    "memory_budget",
-    *_DIMENSION_FIELDS,
-)
+_PLUGIN_FIELDS = tuple(GROUP_OF_SETTING)
+_TEXT_FIELDS = ("strategy", "device")
+_DIMENSION_FIELDS = ("shard", "replicate")
+_OPTIONAL_FIELDS = ("device", "shard_size", "reshard_after_forward", "memory_budget", *_DIMENSION_FIELDS)
 
 
 class Origin(enum.Enum):
@@ -178,20 +172,22 @@ def overridden(
 
     ``defaults``: of every setting. Raises ``ConfigError`` for a variable that sets none of them.
     """
-    fields, options = _read(environ, defaults)
-    if not fields and not options:
+    read = [_setting_of(variable, defaults) for variable, text in environ.items() if _sets(variable, text)]
+    if not read:
         return settings, sources
     result, found = dict(settings), dict(sources)
-    for field, (variable, text) in fields.items():
-        value, former = _field_value(field, text), result.get(field)
-        source = Source(Origin.ENVIRONMENT, variable)
-        # The same plugin named again keeps the options that the file gave it.
-        if isinstance(value, str) and isinstance(former, Mapping) and former.get("name") == value:
-            found[field, None] = source
+    # Plugins before their options.
+    for field, option, variable in sorted(read, key=lambda each: bool(each[1])):
+        source, text = Source(Origin.ENVIRONMENT, variable), environ[variable]
+        if not option:
+            value, former = _field_value(field, text), result.get(field)
+            # The same plugin named again keeps the options that the file gave it.
+            if isinstance(value, str) and isinstance(former, Mapping) and former.get("name") == value:
+                found[field, None] = source
+                continue
+            result[field] = value
+            found = {key: each for key, each in found.items() if key[0] != field} | sources_in({field: value}, source)
             continue
-        result[field] = value
-        found = {key: each for key, each in found.items() if key[0] != field} | sources_in({field: value}, source)
-    for (field, option), (variable, text) in options.items():
         choice = result.get(field, defaults[field])
         if isinstance(choice, str):
             choice = {"name": choice}
@@ -203,39 +199,28 @@ def overridden(
         result[field] = {**choice, option: _toml_value(text)}
         # An option makes a table of the setting, but does not choose the plugin.
         found.setdefault((field, None), Source(Origin.DEFAULT))
-        found[field, option] = Source(Origin.ENVIRONMENT, variable)
+        found[field, option] = source
     return result, found
 
 
-def _read(
-    environ: Mapping[str, str], defaults: Mapping[str, Any]
-) -> tuple[dict[str, tuple[str, str]], dict[tuple[str, str], tuple[str, str]]]:
-    """Variable and text of each setting, and of each (setting, option of its plugin)."""
-    fields: dict[str, tuple[str, str]] = {}
-    options: dict[tuple[str, str], tuple[str, str]] = {}
-    for variable, text in environ.items():
-        if not _sets(variable, text):
-            continue
-        field, separator, option = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
-        if field not in defaults:
-            names = [name.upper() for name in defaults]
-            raise ConfigError(
-                f"environment variable {variable} is no setting."
-                f"{did_you_mean(field, names, prefix=ENVIRONMENT_PREFIX)} There are: "
-                f"{', '.join(ENVIRONMENT_PREFIX + name for name in names)}; options of a plugin are written as "
-                f"{ENVIRONMENT_PREFIX}COLLECTIVES__WORLD_SIZE."
-            )
-        if not separator:
-            fields[field] = (variable, text)
-        elif field not in _PLUGIN_FIELDS or option in ("", "name"):
-            raise ConfigError(
-                f"environment variable {variable} sets no option of a plugin. Write "
-                f"{ENVIRONMENT_PREFIX}{field.upper()} for the setting itself; options exist for "
-                f"{', '.join(_PLUGIN_FIELDS)}."
-            )
-        else:
-            options[field, option] = (variable, text)
-    return fields, options
+def _setting_of(variable: str, defaults: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The setting, the option of its plugin (empty for none), and ``variable``, which names both."""
+    field, separator, option = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
+    if field not in defaults:
+        names = [name.upper() for name in defaults]
+        raise ConfigError(
+            f"environment variable {variable} is no setting."
+            f"{did_you_mean(field, names, prefix=ENVIRONMENT_PREFIX)} There are: "
+            f"{', '.join(ENVIRONMENT_PREFIX + name for name in names)}; options of a plugin are written as "
+            f"{ENVIRONMENT_PREFIX}COLLECTIVES__WORLD_SIZE."
+        )
+    if separator and (field not in _PLUGIN_FIELDS or option in ("", "name")):
+        raise ConfigError(
+            f"environment variable {variable} sets no option of a plugin. Write "
+            f"{ENVIRONMENT_PREFIX}{field.upper()} for the setting itself; options exist for "
+            f"{', '.join(_PLUGIN_FIELDS)}."
+        )
+    return field, option, variable
 
 
 def _sets(variable: str, text: str) -> bool:

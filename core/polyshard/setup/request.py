@@ -25,10 +25,10 @@ class Request:
     module: nn.Module
     """A module, or ``GroupedModules``."""
     config: ShardConfig
-    initializer: Initializer | None
-    ignored_modules: Collection[nn.Module]
-    ignored_parameters: Collection[nn.Parameter]
-    composes: bool
+    initializer: Initializer | None = None
+    ignored_modules: Collection[nn.Module] = ()
+    ignored_parameters: Collection[nn.Parameter] = ()
+    composes: bool = False
     """Whether modules inside may be sharded already, and become part of the new root."""
     placements: Placements | None = None
     """How its parameters lie, where a face says so."""

@@ -27,6 +27,7 @@ from ..errors import (
     warn_once,
     words,
 )
+from ..functions.torch_functions import follow, prepare
 from ..interfaces import Collectives, Group, PolicyContext
 from ..planning.answers import leaves_alone, refuse_unable
 from ..planning.groups import ModelRanks
@@ -84,6 +85,7 @@ def shard_module(request: Request) -> Root:
     """
     agreement = Agreement(request.config)
     with agreement.phase() as report:
+        prepare()
         request.refuse_types()
         plugins = choose_plugins(request, agreement)
         plan = plan_shards(request, plugins)
@@ -113,6 +115,7 @@ def shard_module(request: Request) -> Root:
     used += [registry.used(own, each.name) for each in plan.modules for own in each.named.values()]
     modules_called(request.module)[0].__dict__[_PLUGINS_ATTRIBUTE] = tuple(used)
     take_over(root, optimizers, places)
+    follow(root)
     return root
 
 

@@ -89,7 +89,7 @@ def explain(
         timeout=timedelta(seconds=config.timeout_s),
     )
     # Nothing is initialised: with an initializer, modules are taken that cannot initialise themselves.
-    request = Request(model, placed, lambda module: None, ignored_modules, ignored_parameters, composes=False)
+    request = Request(model, placed, lambda module: None, ignored_modules, ignored_parameters)
     world = world_of(request, mesh)
     if world is not None and len(world.ranks) != world_size:
         raise WorldSizeError(f"the mesh is of {len(world.ranks)} ranks, not {world_size}. Give its number of ranks.")
