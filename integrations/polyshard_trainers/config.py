@@ -124,4 +124,5 @@ def _caster(config: ShardConfig) -> PrecisionCaster:
     name = spec.name if isinstance(spec, PluginSpec) else ""
     # It is asked for dtypes and casts nothing, so the model's device, which may not be chosen yet, does not matter.
     context = PluginContext(name=name, device=torch.device("cpu"))
-    return registry.construct(registry.resolve(Group.PRECISION, config.precision), context).instance
+    caster: PrecisionCaster = registry.construct(registry.resolve(Group.PRECISION, config.precision), context).instance
+    return caster

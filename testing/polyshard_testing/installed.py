@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @functools.cache
-def _resolved(group: Group, label: str, options: str) -> registry.Resolved[Any]:
+def _resolved(group: Group, label: str, options: str) -> registry.Resolved:
     # Reading what is installed takes longer than many a test, and each makes several plugins.
     return registry.resolve(group, {"name": label, **tomllib.loads(options).get("table", {})})
 
@@ -42,7 +42,7 @@ class InstalledPlugin(PluginSuite):
     """A TOML document whose ``table`` has its options."""
 
     @property
-    def resolved(self) -> registry.Resolved[Any]:
+    def resolved(self) -> registry.Resolved:
         return _resolved(self.group, self.label, self.options)
 
     def make(self) -> Any:

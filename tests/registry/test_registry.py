@@ -222,7 +222,7 @@ def test_wrong_options_list_those_that_exist(
         resolve(Group.POLICIES, {"name": "opt", **options}).construct(context)
 
 
-def resolved_from(factory: Callable[..., Any], **options: Any) -> Resolved[WrapPolicy]:
+def resolved_from(factory: Callable[..., Any], **options: Any) -> Resolved:
     return Resolved(Group.POLICIES, "made", "tests:made", "acme", "1.0", factory, options)
 
 

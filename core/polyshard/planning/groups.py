@@ -110,16 +110,6 @@ class UnitRanks:
         number = max(self.world.world_size, self.number)
         return 0 if number % (self.number * others) else number // (self.shard_size * others)
 
-    def is_first(self, part: TensorPart | None = None) -> bool:
-        """Whether this rank is of the first group that holds its elements of a plain parameter, or of ``part``.
-
-        One along dimensions that the mesh of ``part`` does not have counts as first: all of them do then.
-        """
-        if part is None:
-            return self.spread > 1 or self.place == 0
-        coordinate = part.mesh.get_coordinate() or ()
-        return all(each.is_shard() or not index for index, each in zip(coordinate, part.placements, strict=False))
-
     @property
     def blends(self) -> bool:
         """Whether means of elements depend on the elements beside them."""

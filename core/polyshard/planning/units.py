@@ -46,17 +46,16 @@ class ChosenPlugins:
     offload: OffloadManager
     policy: WrapPolicy
     events: Events
-    used: tuple[registry.Constructed[Any], ...]
+    used: tuple[registry.Constructed, ...]
     """All of them, the collectives first."""
     collectives_choice: object
     """The options of the collectives, or the object that the user gave: equal where two instances could be one."""
     mesh: WorldMesh | None
     """All ranks, by the dimensions of their mesh; None where all of them shard the same."""
 
-    def override(self, group: Group, choice: PluginChoice) -> registry.Constructed[Any]:
+    def override(self, group: Group, choice: PluginChoice) -> registry.Constructed:
         """The plugin that a policy names for one unit, constructed; raises what a configuration's would."""
-        resolved: registry.Resolved[Any] = registry.resolve(group, choice)
-        return registry.construct(resolved, self.context)
+        return registry.construct(registry.resolve(group, choice), self.context)
 
     def summary(self) -> str:
         """All of them, in words."""
@@ -109,7 +108,7 @@ class PlannedModule(ModuleParameters):
     caster: PrecisionCaster
     """As ``offload`` the model's, or the one that its policy named for it."""
     offload: OffloadManager
-    named: Mapping[str, registry.Constructed[Any]]
+    named: Mapping[str, registry.Constructed]
     """The plugins that the policy named, by setting."""
     ranks: PlannedRanks
     """Of its buffers, and of its units but for those with a mesh of their own."""

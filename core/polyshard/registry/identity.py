@@ -124,7 +124,7 @@ def _short(text: str) -> str:
 FINGERPRINT = "fingerprint"
 
 
-def fingerprint(constructed: Constructed[Any]) -> list[list[Any]]:
+def fingerprint(constructed: Constructed) -> list[list[Any]]:
     """A row of JSON values for ``constructed`` and each plugin inside of it, for comparison between ranks.
 
     A row has the group; name, value and origin; each option; the digest of the code; and the text of the plugin's
@@ -136,7 +136,7 @@ def fingerprint(constructed: Constructed[Any]) -> list[list[Any]]:
     return [_row(each) for each in constructed.walk()]
 
 
-def _row(constructed: Constructed[Any]) -> list[Any]:
+def _row(constructed: Constructed) -> list[Any]:
     resolved, instance = constructed.resolved, constructed.instance
     where = f"plugin {resolved.name!r} of {resolved.group.value}"
     if resolved.distribution:
@@ -154,7 +154,7 @@ def _row(constructed: Constructed[Any]) -> list[Any]:
     return row if own is None else [*row, [FINGERPRINT, own]]
 
 
-def _named(option: object, constructed: Constructed[Any]) -> object:
+def _named(option: object, constructed: Constructed) -> object:
     """``option`` with each inner plugin replaced by its name: inner plugins have rows of their own."""
     for inner in constructed.inner:
         if option is inner.choice:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, TypeVar, cast, overload
+from typing import Any
 
 import torch
 
 from ..config import PluginChoice, PluginSpec, did_you_mean
 from ..errors import ConfigError, PluginContractError, PluginLoadError, PolyshardError, StateError
-from ..interfaces import Collectives, Group, OffloadManager, PluginContext, PrecisionCaster, WrapPolicy
+from ..interfaces import Collectives, Group, PluginContext
 from .check import CONTRACTS, check_api_version, instance_faults, qualified, refuse_faults
 from .find import choose, file_of, load, offers_of
 
-_T_co = TypeVar("_T_co", covariant=True)
-
 
 @dataclass(frozen=True)
-class Resolved(Generic[_T_co]):
+class Resolved:
     """A plugin that was found, imported and checked against its contract, but not constructed."""
 
     group: Group
@@ -33,7 +31,7 @@ class Resolved(Generic[_T_co]):
     factory: Callable[..., Any]
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def construct(self, context: PluginContext) -> _T_co:
+    def construct(self, context: PluginContext) -> Any:
         """Call the factory as ``factory(context, **options)``.
 
         Raises ``ConfigError`` for options that the factory does not take or that are missing, ``PluginContractError``
@@ -61,7 +59,7 @@ class Resolved(Generic[_T_co]):
         if self.factory is not type(instance):
             where = f"{self.label}, an instance of {qualified(type(instance))},"
             refuse_faults(where, instance_faults(self.group, instance))
-        return cast("_T_co", instance)
+        return instance
 
     def check_options(self) -> None:
         """Compare the options with the factory's signature, without calling it.
@@ -100,17 +98,7 @@ def option_parameters(signature: inspect.Signature) -> dict[str, inspect.Paramet
     }
 
 
-@overload
-def resolve(group: Literal[Group.COLLECTIVES], choice: PluginChoice) -> Resolved[Collectives]: ...
-@overload
-def resolve(group: Literal[Group.PRECISION], choice: PluginChoice) -> Resolved[PrecisionCaster]: ...
-@overload
-def resolve(group: Literal[Group.OFFLOAD], choice: PluginChoice) -> Resolved[OffloadManager]: ...
-@overload
-def resolve(group: Literal[Group.POLICIES], choice: PluginChoice) -> Resolved[WrapPolicy]: ...
-@overload
-def resolve(group: Group, choice: PluginChoice) -> Resolved[object]: ...
-def resolve(group: Group, choice: PluginChoice) -> Resolved[Any]:
+def resolve(group: Group, choice: PluginChoice) -> Resolved:
     """Find the plugin that ``choice`` names, import it, and compare it with its contract.
 
     An object that fulfils the group's contract resolves to itself. Nothing is constructed and no rank communicates.
@@ -127,7 +115,7 @@ def resolve(group: Group, choice: PluginChoice) -> Resolved[Any]:
     return Resolved(group, spec.name, offer.value, offer.distribution, offer.version, factory, dict(spec.options))
 
 
-def _given(group: Group, plugin: object) -> Resolved[Any]:
+def _given(group: Group, plugin: object) -> Resolved:
     """An object of the user's, which takes the place of a factory's instance."""
     contract = CONTRACTS[group]
     cls = type(plugin)
@@ -150,17 +138,17 @@ def _given(group: Group, plugin: object) -> Resolved[Any]:
 
 
 @dataclass(frozen=True)
-class Constructed(Generic[_T_co]):
+class Constructed:
     """A plugin that was constructed, and the plugins that its factory constructed by name."""
 
-    resolved: Resolved[_T_co]
-    instance: _T_co
-    inner: tuple[Constructed[Any], ...] = ()
+    resolved: Resolved
+    instance: Any
+    inner: tuple[Constructed, ...] = ()
     """In the order in which the factory asked for them, each with inner ones of its own."""
     choice: object = None
     """Of an inner one that by which it was asked for: usually an option of the outer one."""
 
-    def walk(self) -> Iterator[Constructed[Any]]:
+    def walk(self) -> Iterator[Constructed]:
         """This one, and all inside of it: an outer one before its inner ones."""
         yield self
         for each in self.inner:
@@ -168,12 +156,10 @@ class Constructed(Generic[_T_co]):
 
 
 #: Makes a plugin that a factory asks for.
-InnerMaker = Callable[[Group, PluginChoice, PluginContext], Constructed[Any]]
+InnerMaker = Callable[[Group, PluginChoice, PluginContext], Constructed]
 
 
-def construct(
-    resolved: Resolved[_T_co], context: PluginContext, make_inner: InnerMaker | None = None
-) -> Constructed[_T_co]:
+def construct(resolved: Resolved, context: PluginContext, make_inner: InnerMaker | None = None) -> Constructed:
     """Construct ``resolved``; its factory may construct others through ``context.construct``.
 
     ``make_inner``: makes the plugins that the factory asks for; by default they are resolved and constructed.
@@ -181,7 +167,7 @@ def construct(
     Raises what ``Resolved.construct`` does, and what ``resolve`` does for the names that the factory asks for.
     """
 
-    made: list[Constructed[Any]] = []
+    made: list[Constructed] = []
     ended = False
 
     def inner(context: PluginContext, group: Group, choice: PluginChoice) -> Any:
@@ -238,7 +224,7 @@ class UsedPlugin:
         return f"{self.name} ({origin}{'; of ' if inside else ''}{inside})"
 
 
-def used(constructed: Constructed[Any], module: str = "") -> UsedPlugin:
+def used(constructed: Constructed, module: str = "") -> UsedPlugin:
     """``constructed`` as users see it. ``module``: the module that it serves."""
     resolved = constructed.resolved
     return UsedPlugin(

@@ -98,8 +98,8 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
         timeout=timedelta(seconds=config.timeout_s),
     )
     constructed = registry.construct(registry.resolve(Group.COLLECTIVES, choice), context)
-    collectives, chosen = constructed.instance, constructed.resolved
-    agreement.collectives = collectives
+    collectives: Collectives = constructed.instance
+    chosen, agreement.collectives = constructed.resolved, collectives
     if world is not None and len(world.ranks) != collectives.world_size:
         raise WorldSizeError(
             f"The mesh is of ranks {world.ranks}, but the collectives are of {collectives.world_size} (rank "
@@ -165,7 +165,7 @@ def _group_of(world: WorldMesh, given: Any | None) -> Any | None:
     return made
 
 
-def refuse_unserved(constructed: registry.Constructed[Collectives], context: PluginContext, world_size: int) -> None:
+def refuse_unserved(constructed: registry.Constructed, context: PluginContext, world_size: int) -> None:
     """Raise ``DeviceError`` or ``WorldSizeError`` where the collectives do not serve the device, or so many ranks."""
     collectives, name = constructed.instance, constructed.resolved.name
     capabilities = collectives.capabilities

@@ -137,7 +137,7 @@ def _table(option: str, text: str) -> dict[str, Any]:
     raise ConfigError(f"{option} {text!r} is no inline table of TOML, such as '{{folder = \".\"}}'{reason}")
 
 
-def _check_options(resolved: registry.Resolved[Any]) -> None:
+def _check_options(resolved: registry.Resolved) -> None:
     given = dict(resolved.options)
     if resolved.group is Group.COLLECTIVES:
         taken = _parameters(resolved)
@@ -159,7 +159,7 @@ def _check_options(resolved: registry.Resolved[Any]) -> None:
     dataclasses.replace(resolved, options=given).check_options()
 
 
-def _parameters(resolved: registry.Resolved[Any]) -> dict[str, inspect.Parameter]:
+def _parameters(resolved: registry.Resolved) -> dict[str, inspect.Parameter]:
     try:
         parameters = inspect.signature(resolved.factory).parameters
     except (TypeError, ValueError):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from polyshard import registry
@@ -182,7 +182,7 @@ def _choice(config: ShardConfig, setting: str) -> PluginChoice:
     return policy_choice(choice) if setting == "policy" else choice
 
 
-def _plugin(constructed: registry.Constructed[Any], serves: str, source: OptionSource) -> ExplainedPlugin:
+def _plugin(constructed: registry.Constructed, serves: str, source: OptionSource) -> ExplainedPlugin:
     """``constructed``, which ``serves`` a setting, with where its options come from."""
     used, resolved = registry.used(constructed), constructed.resolved
     return ExplainedPlugin(
@@ -203,7 +203,7 @@ def _plugin(constructed: registry.Constructed[Any], serves: str, source: OptionS
     )
 
 
-def _choice_reason(constructed: registry.Constructed[Any]) -> str:
+def _choice_reason(constructed: registry.Constructed) -> str:
     if isinstance(constructed, Tried) and constructed.absent:
         reason = getattr(constructed.resolved.factory, "reason", "")
         # Of a class it is the property.
@@ -211,7 +211,7 @@ def _choice_reason(constructed: registry.Constructed[Any]) -> str:
     return registry.used(constructed).reason
 
 
-def _source_inside(outer: registry.Resolved[Any], source: OptionSource, choice: object, option: str) -> Source:
+def _source_inside(outer: registry.Resolved, source: OptionSource, choice: object, option: str) -> Source:
     """Where an ``option`` of ``choice``, by which ``outer`` asked for a plugin, was set."""
     for name, value in outer.options.items():
         if value is choice or (isinstance(value, list | tuple) and any(each is choice for each in value)):
@@ -226,7 +226,7 @@ def _listeners(config: ShardConfig) -> list[ExplainedPlugin]:
     source = config.source_of("listeners")
     found = []
     for position, choice in enumerate(config.listeners):
-        resolved: registry.Resolved[Any] = registry.resolve(Group.PLUGINS, choice)
+        resolved = registry.resolve(Group.PLUGINS, choice)
         resolved.check_options()
         given = None if resolved.distribution else choice
         plugin = _plugin(registry.Constructed(resolved, given), f"listeners[{position}]", lambda option: source)
@@ -235,7 +235,7 @@ def _listeners(config: ShardConfig) -> list[ExplainedPlugin]:
     return found
 
 
-def _options(resolved: registry.Resolved[Any], source: OptionSource) -> tuple[Value, ...]:
+def _options(resolved: registry.Resolved, source: OptionSource) -> tuple[Value, ...]:
     """Those that were given, and the factory's defaults of the others."""
     if not resolved.distribution:
         return ()
@@ -255,14 +255,12 @@ def _options(resolved: registry.Resolved[Any], source: OptionSource) -> tuple[Va
     return tuple(everything[name] for name in dict.fromkeys([*ordered, *values]))
 
 
-_T_co = TypeVar("_T_co", covariant=True)
-
 #: Errors of a factory that misses ranks or a device. A wrong option is an error here, too.
 _MISSES = (StateError, CollectiveError, PluginLoadError)
 
 
 @dataclass(frozen=True)
-class Tried(registry.Constructed[_T_co]):
+class Tried(registry.Constructed):
     """A plugin whose factory was called."""
 
     absent: str = ""
@@ -276,16 +274,16 @@ class Workbench:
     world_size: int
     """Number of ranks that collectives are stood in for with."""
 
-    def construct(self, group: Group, choice: PluginChoice, context: PluginContext) -> Tried[Any]:
+    def construct(self, group: Group, choice: PluginChoice, context: PluginContext) -> Tried:
         """The plugin of ``choice``, constructed, or a stand-in where it needs ranks or a device.
 
         Raises what ``registry.resolve`` and ``registry.construct`` do for whatever else is wrong.
         """
-        resolved: registry.Resolved[Any] = registry.resolve(group, choice)
-        inner: list[registry.Constructed[Any]] = []
+        resolved = registry.resolve(group, choice)
+        inner: list[registry.Constructed] = []
         refused: list[PolyshardError] = []
 
-        def make_inner(group: Group, choice: PluginChoice, context: PluginContext) -> registry.Constructed[Any]:
+        def make_inner(group: Group, choice: PluginChoice, context: PluginContext) -> registry.Constructed:
             try:
                 inner.append(replace(self.construct(group, choice, context), choice=choice))
             except PolyshardError as error:
@@ -307,7 +305,7 @@ class Workbench:
         choice = dict(_STAND_INS[group])
         if group is Group.COLLECTIVES:
             choice["world_size"] = self.world_size
-        resolved: registry.Resolved[Any] = registry.resolve(group, choice)
+        resolved = registry.resolve(group, choice)
         return registry.construct(resolved, replace(context, process_group=None)).instance
 
 
@@ -324,7 +322,7 @@ class StoodInPlugins(ChosenPlugins):
 
     workbench: Workbench
 
-    def override(self, group: Group, choice: PluginChoice) -> registry.Constructed[Any]:
+    def override(self, group: Group, choice: PluginChoice) -> registry.Constructed:
         return self.workbench.construct(group, choice, self.context)
 
 
