@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
@@ -39,14 +40,15 @@ def check_api_version(group: Group, plugin: object, where: str, *, inherited: bo
     ``inherited``: whether a base class may state it. A factory states its own: a class in its body, a function as an
     attribute.
     """
-    base = None if inherited else _inherited_from(plugin)
-    if base is not None:
-        raise PluginVersionError(
-            f"{where} inherits {_VERSION} from {qualified(base)}; state its own. Add '{_VERSION} = "
-            f"{CURRENT_API[group]}' to the class: what it was written for does not change with its base."
-        )
     oldest, current = OLDEST_API[group], CURRENT_API[group]
-    served = f"{oldest}" if oldest == current else f"{oldest} to {current}"
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    own = _VERSION in vars(cls) or (cls is not plugin and _VERSION in getattr(plugin, "__dict__", {}))
+    base = next((base for base in cls.__mro__[1:] if _VERSION in vars(base)), None)
+    if not (own or inherited) and base is not None:
+        raise PluginVersionError(
+            f"{where} inherits {_VERSION} from {qualified(base)}; state its own. Add '{_VERSION} = {current}' to the "
+            "class: what it was written for does not change with its base."
+        )
     version = getattr(plugin, _VERSION, None)
     if not isinstance(version, int) or isinstance(version, bool):
         found = "has none" if version is None else f"has {version!r}"
@@ -55,18 +57,11 @@ def check_api_version(group: Group, plugin: object, where: str, *, inherited: bo
             f"{found}. Add '{_VERSION} = {current}' to the class, or set it on the function."
         )
     if not oldest <= version <= current:
+        served = f"{oldest}" if oldest == current else f"{oldest} to {current}"
         cure = "Update polyshard" if version > current else "Update the plugin's package"
         raise PluginVersionError(
             f"{where} implements version {version} of the contract, but this polyshard serves {served}. {cure}."
         )
-
-
-def _inherited_from(factory: object) -> type | None:
-    """The base class whose ``api_version`` the factory would pass for its own; None where it has its own, or none."""
-    cls = factory if isinstance(factory, type) else type(factory)
-    if _VERSION in vars(cls) or (cls is not factory and _VERSION in getattr(factory, "__dict__", {})):
-        return None
-    return next((base for base in cls.__mro__[1:] if _VERSION in vars(base)), None)
 
 
 def refuse_faults(where: str, faults: Iterable[str]) -> None:
@@ -78,8 +73,14 @@ def refuse_faults(where: str, faults: Iterable[str]) -> None:
 
 def faults_of(group: Group, factory: Any) -> Iterator[str]:
     """A sentence for each reason why the contract cannot call ``factory``, or the class that it is."""
-    if not _takes_context(factory):
-        yield f"it must take a PluginContext as its first argument, but has the signature {inspect.signature(factory)}"
+    # Some callables written in C have no signature; the call itself will tell.
+    with suppress(ValueError):
+        signature = inspect.signature(factory)
+        try:
+            # With one argument by place and any by name.
+            signature.bind_partial(None)
+        except TypeError:
+            yield f"it must take a PluginContext as its first argument, but has the signature {signature}"
     contract = CONTRACTS[group]
     # Hooks of listeners are pluggy's to check, where they are registered.
     if isinstance(factory, type) and contract is not object:
@@ -102,17 +103,6 @@ def qualified(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _takes_context(factory: Any) -> bool:
-    """Whether ``factory`` can be called with one argument by place and any by name."""
-    try:
-        inspect.signature(factory).bind_partial(None)
-    except ValueError:
-        return True  # Some callables written in C have no signature; the call itself will tell.
-    except TypeError:
-        return False
-    return True
-
-
 #: By contract and class: looking at all signatures takes a millisecond, and ``fully_shard`` is called for every layer.
 _known_faults: dict[tuple[type, type], tuple[str, ...]] = {}
 
@@ -127,7 +117,9 @@ def _method_faults(contract: type, cls: type) -> tuple[str, ...]:
 def _unusable_members(contract: type, cls: type) -> Iterator[str]:
     for name in sorted(getattr(cls, "__abstractmethods__", ())):
         yield f"it lacks {_shown(contract, name)}"
-    for name, wanted in _members(contract).items():
+    bases = [base for base in reversed(contract.__mro__) if base is not object]
+    members = {name: each for base in bases for name, each in vars(base).items() if not name.startswith("_")}
+    for name, wanted in members.items():
         found = inspect.getattr_static(cls, name)
         if found is wanted:
             continue
@@ -140,12 +132,6 @@ def _unusable_members(contract: type, cls: type) -> Iterator[str]:
             yield f"{name} is {found!r} and must be a method: {_shown(contract, name)}"
         else:
             yield from _call_faults(name, found, wanted)
-
-
-def _members(contract: type) -> Mapping[str, Any]:
-    """Public members that the contract's classes define, by name."""
-    bases = [base for base in reversed(contract.__mro__) if base is not object]
-    return {name: each for base in bases for name, each in vars(base).items() if not name.startswith("_")}
 
 
 def _shown(contract: type, name: str) -> str:
@@ -162,7 +148,7 @@ def _call_faults(name: str, found: Any, wanted: FunctionType) -> Iterator[str]:
         return
     # A wrapper is called, and not what it wraps.
     taken = inspect.signature(function, follow_wrapped=False)
-    bound = () if isinstance(found, staticmethod) else (None,)
+    bound = [] if isinstance(found, staticmethod) else ["self"]
     parameters = list(inspect.signature(wanted).parameters.values())[1:]
     optional = [each for each in parameters if each.default is not inspect.Parameter.empty]
     by_place_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -173,16 +159,13 @@ def _call_faults(name: str, found: Any, wanted: FunctionType) -> Iterator[str]:
         try:
             taken.bind(*bound, *by_place, **dict.fromkeys(by_name))
         except TypeError as error:
-            called = ", ".join([*by_place, *(f"{each}=..." for each in by_name)])
-            yield f"{name}{taken} is called as {name}({called}): {_refused(taken, [*bound, *by_place], error)}"
+            called, problem = ", ".join([*by_place, *(f"{each}=..." for each in by_name)]), str(error)
+            places = [*bound, *by_place]
+            for count in range(len(places), 0, -1):
+                # The first argument for which there is no place.
+                try:
+                    taken.bind_partial(*places[:count])
+                except TypeError:
+                    problem = f"it does not take {places[count - 1]!r}"
+            yield f"{name}{taken} is called as {name}({called}): {problem}"
             return
-
-
-def _refused(taken: inspect.Signature, by_place: list[Any], error: TypeError) -> str:
-    """``error``, with the first argument for which there is no place."""
-    for count in range(1, len(by_place) + 1):
-        try:
-            taken.bind_partial(*by_place[:count])
-        except TypeError:
-            return f"it does not take {by_place[count - 1]!r}" if by_place[count - 1] else "it does not take 'self'"
-    return str(error)

@@ -85,16 +85,11 @@ def comparable(value: object) -> Any:
         return ["partial", comparable(value.func), comparable(value.args), comparable(value.keywords)]
     if isinstance(value, MethodType):
         return ["method", comparable(value.__func__), comparable(value.__self__)]
-    if isinstance(value, FunctionType):
+    if isinstance(value, FunctionType | BuiltinFunctionType):
         # Of the functions of one scope that have no name, the line tells which is meant.
-        line = f":{value.__code__.co_firstlineno}" if "<lambda>" in value.__qualname__ else ""
+        code = getattr(value, "__code__", None)
+        line = f":{code.co_firstlineno}" if code is not None and "<lambda>" in value.__qualname__ else ""
         return f"function {value.__module__}:{value.__qualname__}{line}"
-    if isinstance(value, BuiltinFunctionType):
-        return f"function {value.__module__}:{value.__qualname__}"
-    return _object(value)
-
-
-def _object(value: object) -> Any:
     name = qualified(type(value))
     if isinstance(value, torch.Tensor):
         return [name, str(value.dtype), list(value.shape)]
@@ -108,10 +103,8 @@ def _object(value: object) -> Any:
         return [name, list(mesh.mesh_dim_names or ()), list(mesh.shape)]
     if dataclasses.is_dataclass(value):
         return [name, fields_of(value, ())]
-    if type(value).__repr__ is object.__repr__:
-        return name
     text = repr(value)
-    return name if _ADDRESS.search(text) else [name, _short(text)]
+    return name if type(value).__repr__ is object.__repr__ or _ADDRESS.search(text) else [name, _short(text)]
 
 
 def _short(text: str) -> str:
@@ -150,8 +143,16 @@ def _row(constructed: Constructed) -> list[Any]:
     row: list[Any] = [resolved.group.value, {"name": resolved.name, "is": resolved.value, "from": origin}, *options]
     if resolved.distribution:
         row.append(["code", _code_digest(resolved.factory)])
-    own = _own(instance, where)
-    return row if own is None else [*row, [FINGERPRINT, own]]
+    own: Any = getattr(instance, FINGERPRINT, None)
+    if own is None:
+        return row
+    answer = own() if callable(own) else own
+    if not isinstance(answer, str):
+        raise PluginContractError(
+            f"{FINGERPRINT}() of {where} answered {answer!r}. Return text that is equal on ranks that may train "
+            "together."
+        )
+    return [*row, [FINGERPRINT, answer]]
 
 
 def _named(option: object, constructed: Constructed) -> object:
@@ -164,19 +165,6 @@ def _named(option: object, constructed: Constructed) -> object:
     if isinstance(option, Mapping):
         return {key: _named(each, constructed) for key, each in option.items()}
     return option
-
-
-def _own(instance: object, where: str) -> str | None:
-    method: Any = getattr(instance, FINGERPRINT, None)
-    if method is None:
-        return None
-    answer = method() if callable(method) else method
-    if not isinstance(answer, str):
-        raise PluginContractError(
-            f"{FINGERPRINT}() of {where} answered {answer!r}. Return text that is equal on ranks that may train "
-            "together."
-        )
-    return answer
 
 
 def _code_digest(factory: object) -> str:
