@@ -328,7 +328,7 @@ def close(model: nn.Module) -> None:
         StateError: inside a forward, a backward or ``unsharded``, or ``model`` is not the outermost sharded module.
         BackgroundSaveError: the last save in the background failed, on any rank. The model is closed all the same.
     """
-    _outermost_root(model, "close()").close()
+    outermost_root(model, "close()", ended=True).close()
 
 
 def report(model: nn.Module) -> MemoryReport:
@@ -378,14 +378,21 @@ def _module_state(module: nn.Module, call: str) -> ModuleState:
     return module_state
 
 
-def outermost_root(model: nn.Module, call: str) -> Root:
+def outermost_root(model: nn.Module, call: str, *, ended: bool = False) -> Root:
     """The root of ``model``, whose outermost module it is; ``call`` begins the message of an error.
 
     Raises:
-        StateError: ``model`` is not the outermost sharded module, or was closed.
+        StateError: ``model`` is not the outermost sharded module, or was closed, unless ``ended``.
     """
-    root = _outermost_root(model, call)
-    root.refuse_ended(call)
+    module_state = _module_state(_unwrapped(model), call)
+    root = root_of(module_state)
+    if root.module_states[0] is not module_state:
+        raise StateError(
+            f"{call} needs the outermost sharded module, but was given the inner one '{module_state.name}' (rank "
+            f"{root.rank}). Pass the module that was sharded last, around all others."
+        )
+    if not ended:
+        root.refuse_ended(call)
     return root
 
 
@@ -415,17 +422,6 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     inner: nn.Module | None = getattr(model, "_modules", {}).get("module")
     wraps = inner is not None and MODULE_STATE_ATTRIBUTE not in model.__dict__
     return inner if inner is not None and wraps and MODULE_STATE_ATTRIBUTE in inner.__dict__ else model
-
-
-def _outermost_root(model: nn.Module, call: str) -> Root:
-    module_state = _module_state(_unwrapped(model), call)
-    root = root_of(module_state)
-    if root.module_states[0] is not module_state:
-        raise StateError(
-            f"{call} needs the outermost sharded module, but was given the inner one '{module_state.name}' (rank "
-            f"{root.rank}). Pass the module that was sharded last, around all others."
-        )
-    return root
 
 
 class FullyShardedDataParallel(nn.Module):

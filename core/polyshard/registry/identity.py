@@ -104,7 +104,7 @@ def comparable(value: object) -> Any:
     if dataclasses.is_dataclass(value):
         return [name, fields_of(value, ())]
     text = repr(value)
-    return name if type(value).__repr__ is object.__repr__ or _ADDRESS.search(text) else [name, _short(text)]
+    return name if _ADDRESS.search(text) else [name, _short(text)]
 
 
 def _short(text: str) -> str:

@@ -38,44 +38,36 @@ def compute_device(
     """Where ``module`` computes: where the configuration says, or its collectives; else where its parameters are.
 
     ``index``: of a CUDA device that is named without one; None for the current one.
+
+    Raises DeviceError: torch sees no such device here; not where ``index`` is given.
     """
     if config.device is not None:
         device = config.device
-        if index is None:
-            _refuse_absent(device)
+        if index is None and device.type not in ("cpu", "meta"):
+            seen = (accelerator := _accelerator()) is not None and accelerator.type == device.type
+            count = torch.accelerator.device_count() if seen else 0
+            if (device.index or 0) >= count:
+                raise DeviceError(
+                    f"device is '{device}', but torch {torch.__version__} sees {count or 'no'} {device.type} devices "
+                    "here. Set another device, or leave it out: the model then computes where its parameters are."
+                )
+    elif isinstance(config.collectives, Collectives):
+        device = config.collectives.device
     else:
         ignored = {inner for outer in ignored_modules for inner in outer.modules()}
-        places = {
-            parameter.device
-            for inner in modules_in(module)
-            if inner not in ignored
-            for parameter in inner._parameters.values()
-            if parameter is not None and not parameter.is_meta
-        }
-        if isinstance(config.collectives, Collectives):
-            device = config.collectives.device
-        elif places:
-            device = sorted(places, key=str)[0]
-        else:
-            # A build with CUDA names its accelerator on machines that have none.
-            accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-            device = accelerator or torch.device("cpu")
+        parameters = (
+            each for inner in modules_in(module) if inner not in ignored for each in inner._parameters.values()
+        )
+        places = sorted({each.device for each in parameters if each is not None and not each.is_meta}, key=str)
+        device = places[0] if places else _accelerator() or torch.device("cpu")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
     return device
 
 
-def _refuse_absent(device: torch.device) -> None:
-    """Raise DeviceError for a device of a kind that torch does not see here, or of which it sees fewer."""
-    if device.type in ("cpu", "meta"):
-        return
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = torch.accelerator.device_count() if found is not None and found.type == device.type else 0
-    if (device.index or 0) >= count:
-        raise DeviceError(
-            f"device is '{device}', but torch {torch.__version__} sees {count or 'no'} {device.type} devices here. Set "
-            "another device, or leave it out: the model then computes where its parameters are."
-        )
+def _accelerator() -> torch.device | None:
+    # A build with CUDA names its accelerator on machines that have none.
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
