@@ -302,16 +302,6 @@ def rnn_weights(module: nn.RNNBase, tensors: Mapping[str, Any]) -> dict[str, Any
     return {"_flat_weights": weights, "_flat_weight_refs": references}
 
 
-def rnn_references(module: nn.RNNBase, parameter: torch.Tensor) -> int:
-    """Number of weak references to ``parameter`` that an RNN module itself holds."""
-    return sum(1 for reference in module._flat_weight_refs if reference is not None and reference() is parameter)
-
-
-def drop_rnn_references(module: nn.RNNBase) -> None:
-    """Let an RNN module hold no weak references: a meta parameter that has some cannot be materialised in place."""
-    module._flat_weight_refs = [None] * len(module._flat_weights)
-
-
 def hidden_from_compile(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """``function``, which torch.compile calls without looking inside.
 

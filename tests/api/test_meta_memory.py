@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,6 +208,20 @@ class Tied(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.embed(tokens))
+
+
+def test_parameters_from_meta_that_others_refer_to_weakly_are_initialised() -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(3, 4), nn.LSTM(4, 2))
+
+    model = on_meta(made)
+    references = [weakref.ref(parameter) for parameter in model.parameters()]
+    torch.manual_seed(3)
+    faked(model, world_size=1, strategy="no_shard")
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 6
+    assert all(map(torch.equal, map(local, model.parameters()), made().parameters()))
 
 
 def test_tied_parameters_from_meta_stay_tied() -> None:

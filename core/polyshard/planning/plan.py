@@ -16,7 +16,6 @@ gather it. Several large modules on one side, such as heads for several tasks, m
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -69,8 +68,8 @@ class ManagedParameter:
     """
 
     original: nn.Parameter
-    """The user's own object, which outside compute views the master shard. Of a ``DTensor``, a plain parameter of the
-    local shape, which takes its place when the model is built."""
+    """The user's own object, of a ``DTensor`` a plain parameter of the local shape, until the model is built: then the
+    ``DTensor`` in its place, or the object itself in the drop-in of FSDP1, where it views the master shard."""
     names: tuple[str, ...]
     """Every fully-qualified name; more than one for a shared parameter."""
     sites: tuple[tuple[nn.Module, str], ...]
@@ -486,12 +485,6 @@ def _check_parameter(name: str, parameter: nn.Parameter, module: nn.Module, rank
         )
     if parameter.grad is not None:
         raise ParameterError(f"The parameter {where} has a gradient already. Call zero_grad(set_to_none=True) first.")
-    known = _torch_private.rnn_references(module, parameter) if isinstance(module, nn.RNNBase) else 0
-    if parameter.is_meta and weakref.getweakrefcount(parameter) > known:
-        raise ParameterError(
-            f"The meta parameter {where} is weakly referenced, so it cannot be materialized in place. "
-            "Drop the reference, or materialize the model before sharding it."
-        )
 
 
 def _walk(

@@ -274,9 +274,6 @@ class Build:
         if module.parent is not None:
             for inner in module.modules:
                 inner.__dict__["_parameters"] = LazyParameters(inner._parameters)
-        recurrent = [inner for inner in module.modules if isinstance(inner, nn.RNNBase)]
-        for rnn in recurrent:
-            _torch_private.drop_rnn_references(rnn)
         units: list[Unit] = []
         for planned, master in zip(module.units, masters, strict=True):
             ranks = self._groups.of(planned.ranks)
@@ -299,9 +296,9 @@ class Build:
                 observers=planned.observers,
             )
             units.append(unit)
-        for rnn in recurrent:
-            rnn.__dict__.update(_torch_private.rnn_weights(rnn, rnn._parameters))
         for inner in module.modules:
+            if isinstance(inner, nn.RNNBase):
+                inner.__dict__.update(_torch_private.rnn_weights(inner, inner._parameters))
             place_buffers(inner, self._device, module.buffer_dtype, keep_meta=self._request.stays_on_meta)
         return units
 
