@@ -91,7 +91,6 @@ class Build:
             materializer = Materializer(
                 self._device,
                 self._request.initializer,
-                self._whole_shapes(),
                 self._groups.of,
                 from_first=self._config.sync_module_states,
             )
@@ -208,22 +207,6 @@ class Build:
         root.registrations = RegistrationGuard(root, states, self._request.ignored_modules, known)
         return root
 
-    def _sharded_units(self) -> Iterator[Unit]:
-        """The units of modules inside the model that were sharded before."""
-        # A walk over all modules takes as long as a hundredth of sharding.
-        modules = self._request.module.modules() if self._request.composes else ()
-        for state in dict.fromkeys(inner.__dict__.get(MODULE_STATE_ATTRIBUTE) for inner in modules):
-            if state is not None:
-                yield from state.units
-
-    def _whole_shapes(self) -> dict[nn.Parameter, tuple[int, ...]]:
-        parameters = [each.original for module in self.plan.modules for _, each in module.placed_parameters]
-        shapes = {parameter: tuple(parameter.shape) for parameter in parameters}
-        for unit in self._sharded_units():
-            for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-                shapes[parameter.original] = slot.shape if parameter.part is None else parameter.part.shape
-        return shapes
-
     def _master(self, module: PlannedModule, unit: PlannedUnit) -> torch.Tensor:
         """The master of ``unit``, the next one of ``module``: made before, and let go of here, or cut now."""
         made = self._masters.get(module.name)
@@ -247,9 +230,12 @@ class Build:
                 for planned, master in zip(each.units, self._masters[each.name], strict=True):
                     if planned.parked and self._has_values(master):
                         yield each.offload, planned.spec, master
-        for unit in self._sharded_units():
-            if unit.parks and self._has_values(unit.master):
-                yield unit.offload, unit.spec, unit.master
+        # A walk over all modules takes as long as a hundredth of sharding.
+        modules = self._request.module.modules() if self._request.composes else ()
+        for state in dict.fromkeys(inner.__dict__.get(MODULE_STATE_ATTRIBUTE) for inner in modules):
+            for unit in () if state is None else state.units:
+                if unit.parks and self._has_values(unit.master):
+                    yield unit.offload, unit.spec, unit.master
 
     def _has_values(self, master: torch.Tensor) -> bool:
         """Or is to have them now: where all are pretended, managers are asked all the same."""

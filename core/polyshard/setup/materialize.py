@@ -115,8 +115,6 @@ class Materializer:
 
     device: torch.device
     initializer: Initializer | None
-    whole_shapes: Mapping[nn.Parameter, tuple[int, ...]]
-    """Of all parameters of the model, sharded ones too."""
     ranks_of: Callable[[PlannedRanks], UnitRanks]
     from_first: bool
     """Whether all ranks take rank 0's values of parameters and buffers, module by module. Those that are not on the
@@ -234,16 +232,15 @@ class Materializer:
 
     def _initialize(self, module: nn.Module, mine: set[tuple[nn.Module, str]]) -> None:
         place_buffers(module, self.device, None)
-        # A parameter that another module owns is sharded already, or not there yet: initialising must see its shape,
-        # and not touch its values.
+        # A parameter that another module owns is sharded already, or not there yet: initialising must not touch its
+        # values.
         others = {
             key: parameter
             for key, parameter in module._parameters.items()
             if parameter is not None and (module, key) not in mine
         }
         for key, parameter in others.items():
-            shape = self.whole_shapes.get(parameter, tuple(parameter.shape))
-            stand_in = torch.empty(shape, dtype=parameter.dtype, device="meta")
+            stand_in = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             module._parameters[key] = nn.Parameter(stand_in, requires_grad=False)
         try:
             if self.initializer is not None:

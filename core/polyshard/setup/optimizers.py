@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,31 +12,19 @@ from ..errors import ConfigError
 from ..functions.optimizers import NOT_BY_ELEMENT
 from ..functions.whole import own_rows_of
 from ..planning.parts import is_dtensor, local_of
-from ..planning.plan import modules_in
+from ..planning.plan import ManagedParameter
+from ..planning.units import PlannedModule
 from ..runtime.placed import PlacedUnit
 from ..runtime.root import Root
 
-#: Where the model holds each parameter of an optimizer: the module, and the name in it.
-Sites = Mapping[nn.Parameter, tuple[nn.Module, str]]
 
-
-def sites_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int) -> Sites:
-    """Where ``model`` holds the parameters of ``optimizers`` before it is sharded.
-
-    Raises ConfigError: an optimizer holds none of them, or has state of which it is not known what each rank needs.
-    """
-    if not optimizers:
-        # Walks over all modules take long.
-        return {}
-    places = {
-        parameter: (module, key)
-        for module in modules_in(model)
-        for key, parameter in module._parameters.items()
-        if parameter is not None
-    }
-    names = {parameter: name for name, parameter in model.named_parameters()}
+def refuse_unknown(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int) -> None:
+    """Raise ConfigError for an optimizer that holds no parameter of ``model``, or has state of which it is not known
+    what each rank needs."""
+    # Walks over all modules take long.
+    names = {parameter: name for name, parameter in model.named_parameters()} if optimizers else {}
     for optimizer in optimizers:
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter in places]
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter in names]
         if not held:
             raise ConfigError(
                 f"{type(optimizer).__name__} holds no parameter of this {type(model).__name__} (rank {rank}). Make it "
@@ -46,28 +34,33 @@ def sites_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank
         for parameter in held:
             for name, value in optimizer.state.get(parameter, {}).items():
                 if not _is_known(name, value, parameter):
+                    shape = f" {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
                     raise ConfigError(
-                        f"{type(optimizer).__name__} has '{name}' of '{names[parameter]}', {_described(value)}, and it "
-                        f"is not known what of it each rank needs (rank {rank}). Make a new optimizer behind the "
-                        "sharding, and load its state with polyshard.checkpoint."
+                        f"{type(optimizer).__name__} has '{name}' of '{names[parameter]}', {type(value).__name__}"
+                        f"{shape}, and it is not known what of it each rank needs (rank {rank}). Make a new optimizer "
+                        "behind the sharding, and load its state with polyshard.checkpoint."
                     )
-    return places
 
 
-def take_over(root: Root, optimizers: Sequence[torch.optim.Optimizer], places: Sites) -> None:
-    """Let ``optimizers`` hold the parameters that are where theirs were, and of their state this rank's rows."""
-    located = {each.original: (unit, index) for unit in root.units for index, each in enumerate(unit.parameters)}
+def held_of(modules: Iterable[PlannedModule]) -> Mapping[nn.Parameter, ManagedParameter]:
+    """The parameters of ``modules``, by the objects that the user holds of them before they are sharded."""
+    found = [parameter for planned in modules for _, parameter in planned.placed_parameters]
+    return {cast("nn.Parameter", module._parameters[key]): each for each in found for module, key in each.sites[:1]}
+
+
+def take_over(
+    root: Root, optimizers: Sequence[torch.optim.Optimizer], held: Mapping[nn.Parameter, ManagedParameter]
+) -> None:
+    """Let ``optimizers`` hold what became of the parameters ``held``, and of their state this rank's rows."""
+    located = {each: (unit, index) for unit in root.units for index, each in enumerate(unit.parameters)}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for number, before in enumerate(group["params"]):
-                module, key = places.get(before, (None, ""))
-                # Lazy parameters gather where they are read otherwise.
-                after = None if module is None else dict.get(module._parameters, key)
-                if after is None or after is before:
+                if before not in held:
                     continue
-                group["params"][number] = after
+                unit, index = located[held[before]]
+                after = group["params"][number] = held[before].original
                 if before in optimizer.state:
-                    unit, index = located[after]
                     assert isinstance(unit, PlacedUnit)
                     optimizer.state[after] = {
                         name: _cut(unit, index, value) if _is_by_element(name, value, before) else value
@@ -89,10 +82,6 @@ def _is_known(name: str, value: Any, parameter: torch.Tensor) -> bool:
         cut: Any = parameter
         return bool(own.placements == cut.placements and own.device_mesh == cut.device_mesh)
     return type(value) is torch.Tensor and type(parameter) in (torch.Tensor, nn.Parameter)
-
-
-def _described(value: Any) -> str:
-    return f"{type(value).__name__}" + (f" {tuple(value.shape)}" if isinstance(value, torch.Tensor) else "")
 
 
 @torch.no_grad()

@@ -52,7 +52,7 @@ from .agree import EVERYONE, Agreement, Report
 from .build import Build, ShardPlan, refuse_broken
 from .differences import kind_of, rows_of
 from .materialize import refuse_uninitializable, remember
-from .optimizers import sites_of, take_over
+from .optimizers import held_of, refuse_unknown, take_over
 from .plugins import choose_plugins
 from .request import Request
 
@@ -90,7 +90,8 @@ def shard_module(request: Request) -> Root:
         plugins = choose_plugins(request, agreement)
         plan = plan_shards(request, plugins)
         optimizers = list(request.optimizers)
-        places = sites_of(request.module, optimizers, plugins.collectives.rank)
+        refuse_unknown(request.module, optimizers, plugins.collectives.rank)
+        held = held_of(plan.modules) if optimizers else {}
         _fill_in(report, plan, agreement)
     _log(plan)
     with ExitStack() as unfinished:
@@ -114,7 +115,7 @@ def shard_module(request: Request) -> Root:
     used = [registry.used(each) for each in plugins.used]
     used += [registry.used(own, each.name) for each in plan.modules for own in each.named.values()]
     modules_called(request.module)[0].__dict__[_PLUGINS_ATTRIBUTE] = tuple(used)
-    take_over(root, optimizers, places)
+    take_over(root, optimizers, held)
     follow(root)
     return root
 
