@@ -174,22 +174,6 @@ def parked_of(offload: OffloadManager, units: Sequence[UnitSpec], rank: int) -> 
     return known & frozenset(answer)
 
 
-def place(offload: OffloadManager, unit: UnitSpec, shard: torch.Tensor, rank: int) -> torch.Tensor:
-    """The tensor in which ``offload`` parks ``shard`` (``[shard_numel]``, master dtype), checked for views of it.
-
-    Raises PluginContractError: it is no plain, dense, contiguous tensor of the shard's shape and dtype with memory.
-    """
-    with torch.inference_mode(False):
-        parked = offload.place(unit, shard)
-    fault = _fault(parked, shard.shape, shard.dtype)
-    if fault:
-        raise PluginContractError(
-            f"place of {plugin_name(offload)} returned {fault} for unit '{unit.label}' (rank {rank}). The optimizer "
-            f"updates that tensor in place: return a contiguous {tuple(shard.shape)} of {shard.dtype}."
-        )
-    return parked
-
-
 def refuse_shared_memory(parked: Iterable[tuple[OffloadManager, UnitSpec, torch.Tensor]], rank: int) -> None:
     """Raise PluginContractError for masters of two units in one memory: a step of the optimizer would overwrite one."""
     ranges = sorted(
@@ -215,7 +199,7 @@ def refuse_gradient(
     Raises PluginContractError: it is no plain, dense, contiguous tensor of the gradient's shape and dtype, or is not
     beside the master.
     """
-    fault = _fault(stored, like.shape, like.dtype)
+    fault = tensor_fault(stored, like.shape, like.dtype)
     if not fault and device is not None and stored.device != device:
         fault = f"a tensor on {stored.device}"
     if fault:
@@ -245,7 +229,7 @@ def plugin_name(plugin: object) -> str:
     return f"{type(plugin).__module__}:{type(plugin).__qualname__}"
 
 
-def _fault(tensor: Any, shape: torch.Size, dtype: torch.dtype) -> str:
+def tensor_fault(tensor: Any, shape: torch.Size, dtype: torch.dtype) -> str:
     """The fault of ``tensor``, which should be contiguous and have memory, as text; empty for no fault."""
     if not isinstance(tensor, torch.Tensor):
         return f"{tensor!r}"

@@ -76,11 +76,6 @@ class WorldMesh:
         """Those, in ascending order: the world's group numbers them so."""
         return sorted(self.mesh.flatten().tolist())
 
-    @property
-    def worlds(self) -> Groups:
-        """The ranks of all worlds, for making their groups."""
-        return [sorted(world.flatten().tolist()) for world in self.slices]
-
 
 @dataclass(frozen=True)
 class UnitLists:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import ParameterError, PluginContractError
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
-from ..planning.answers import place, plugin_name
+from ..planning.answers import plugin_name, tensor_fault
 from ..planning.extensions import inner_tensors, insides_of, own_rows
 from ..planning.groups import PlannedRanks, UnitRanks
 from ..planning.layout import FlatLayout, dense_stride, product, round_up
@@ -328,7 +328,14 @@ def park(offload: OffloadManager, unit: PlannedUnit, shard: torch.Tensor, rank: 
     """
     spec = unit.spec
     wanted = _sample(shard)
-    master = place(offload, spec, shard, rank)
+    with torch.inference_mode(False):
+        master = offload.place(spec, shard)
+    fault = tensor_fault(master, shard.shape, shard.dtype)
+    if fault:
+        raise PluginContractError(
+            f"place of {plugin_name(offload)} returned {fault} for unit '{spec.label}' (rank {rank}). The optimizer "
+            f"updates that tensor in place: return a contiguous {tuple(shard.shape)} of {shard.dtype}."
+        )
     if shard.is_meta:
         return master
     difference = _difference(_sample(master), wanted)
