@@ -224,8 +224,7 @@ def plan_modules(
         PluginContractError: ``chosen`` is not a plan for ``root``.
         ConfigError: a setting in ``chosen`` is none that a unit can have.
     """
-    if names is None:
-        names = {module: name for name, module in root.named_modules()}
+    names = names or {module: name for name, module in root.named_modules()}
     overrides = _checked(chosen, names, rank)
     uses: dict[nn.Parameter, list[_Use]] = {}
     for use in _uses(root, overrides, ignored_modules, ignored_parameters):
@@ -301,23 +300,15 @@ def plan_modules(
 
 def _managed(uses: Sequence[_Use], place: ParameterPlace, rank: int) -> ManagedParameter:
     parameter, names = uses[0].parameter, tuple(use.name for use in uses)
+    sites = tuple(dict.fromkeys((use.module, use.key) for use in uses))
     part, leaf = place.part, place.leaf
     if leaf is None:
         part = leaf = TensorPart.of(parameter, names[0], rank)
     original = parameter if leaf is None else plain_parameter(parameter)
-    extended = gathers_itself(original)
-    return ManagedParameter(
-        original,
-        names,
-        tuple(dict.fromkeys((use.module, use.key) for use in uses)),
-        part,
-        leaf,
-        place.mesh,
-        extended,
-        replicated=not original.shape,
-        packed=None if extended else PackedClass.of(original),
-        dim=place.dim,
-    )
+    found = ManagedParameter(original, names, sites, part, leaf, place.mesh, gathers_itself(original), dim=place.dim)
+    found.replicated = not original.shape
+    found.packed = None if found.extended else PackedClass.of(original)
+    return found
 
 
 def _place(own: Sequence[ManagedParameter], placement: int | Mapping[str, int], module: str, rank: int) -> None:
@@ -560,8 +551,6 @@ def modules_in(root: nn.Module) -> list[nn.Module]:
 
 def refuse_sharded(root: nn.Module, rank: int) -> None:
     """Raise AlreadyShardedError if ``root`` or anything inside it is sharded already."""
-    if not any(MODULE_STATE_ATTRIBUTE in module.__dict__ for module in modules_in(root)):
-        return
     for name, module in root.named_modules():
         if MODULE_STATE_ATTRIBUTE in module.__dict__:
             raise AlreadyShardedError(
