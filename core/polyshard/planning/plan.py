@@ -184,10 +184,10 @@ class _Use(NamedTuple):
     """The chosen modules around it, the innermost last."""
 
     @staticmethod
-    def owners(uses: Sequence[_Use]) -> list[nn.Module]:
-        """The chosen modules that contain all of ``uses``, the innermost last."""
+    def owner(uses: Sequence[_Use]) -> nn.Module:
+        """The innermost of the chosen modules that contain all of ``uses``."""
         first, *others = uses
-        return [each for each in first.chain if all(each in other.chain for other in others)]
+        return next(each for each in reversed(first.chain) if all(each in other.chain for other in others))
 
 
 _PLAIN = ParameterPlace()
@@ -247,7 +247,7 @@ def plan_modules(
             f"polyshard only supports single device modules but got params on several: {listed} (rank {rank}). "
             "Move the model to one device first."
         )
-    owner_of = {parameter: _Use.owners(found)[-1] for parameter, found in uses.items()}
+    owner_of = {parameter: _Use.owner(found) for parameter, found in uses.items()}
     inner = {module for module in (*inside, *owner_of.values()) if module is not root}
     owned = {
         parameter: [(use.module, use.key) for use in found]
@@ -361,7 +361,7 @@ def _with_meshes_inside(
             inside = {key: settings[key] for key in ("mesh", "gradient_divisor") if key in settings}
             result[module] = inside | {key: value for key, value in overrides[module].items() if key != "mesh"}
     for found in uses.values():
-        mesh = result.get(_Use.owners(found)[-1], {}).get("mesh")
+        mesh = result.get(_Use.owner(found), {}).get("mesh")
         meshes = [around(use.chain).get("mesh") for use in found]
         if any(each != mesh for each in meshes):
             listed = [
