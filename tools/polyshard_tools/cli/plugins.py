@@ -9,7 +9,6 @@ import inspect
 import json
 import textwrap
 import tomllib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from polyshard import registry
