@@ -22,7 +22,6 @@ from polyshard.errors import (
     PluginContractError,
     PluginLoadError,
     PluginNotFoundError,
-    PluginVersionError,
     WorldSizeError,
 )
 from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
@@ -171,39 +170,6 @@ def test_one_entry_point_listed_twice_is_one_plugin(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "line", "words"),
-    [
-        ("acme_v99", "api_version = 99", "implements version 99 .* serves 1. Update polyshard"),
-        ("acme_v0", "api_version = 0", "implements version 0 .* serves 1. Update the plugin's package"),
-        ("acme_vtext", "api_version = '1'", "integer attribute 'api_version', but has '1'"),
-    ],
-)
-def test_contract_version_is_checked_before_construction(site: Path, module: str, line: str, words: str) -> None:
-    source = f"class Factory:\n    {line}\n    def __init__(self, context):\n        raise SystemExit('constructed')\n"
-    install(site, module, "1.0", [(POLICIES, module, f"{module}:Factory")], {module: source})
-    with pytest.raises(PluginVersionError, match=words):
-        resolve(Group.POLICIES, module)
-    (listed,) = by_name(Group.POLICIES, module)
-    assert listed.state is PluginState.INCOMPATIBLE
-
-
-def test_a_factory_without_contract_version_learns_what_to_add(site: Path) -> None:
-    install(
-        site, "acme-none", "1.0", [(POLICIES, "no_version", "acme_none:make")], {"acme_none": "def make(context): ..."}
-    )
-    with pytest.raises(PluginVersionError, match=r"has none\. Add 'api_version = 1' to the class, or set"):
-        resolve(Group.POLICIES, "no_version")
-
-
-def test_something_that_cannot_be_called_is_no_plugin(site: Path) -> None:
-    install(site, "acme-seven", "1.0", [(POLICIES, "seven", "acme_seven:SEVEN")], {"acme_seven": "SEVEN = 7"})
-    with pytest.raises(PluginContractError, match="instance of builtins:int, which cannot be called"):
-        resolve(Group.POLICIES, "seven")
-    (listed,) = by_name(Group.POLICIES, "seven")
-    assert listed.state is PluginState.INCOMPLETE
-
-
-@pytest.mark.parametrize(
     ("options", "words"),
     [
         (
@@ -241,13 +207,6 @@ def test_errors_of_polyshard_pass_through_a_constructor(context: PluginContext) 
 
     with pytest.raises(WorldSizeError, match="3 ranks"):
         resolved_from(factory).construct(context)
-
-
-def test_a_result_outside_the_contract_is_refused(context: PluginContext) -> None:
-    with pytest.raises(PluginContractError, match=r"must construct a polyshard\.interfaces\.WrapPolicy.*builtins:dict"):
-        resolved_from(lambda context: {}).construct(context)
-    with pytest.raises(PluginContractError, match="returned None"):
-        Resolved(Group.PLUGINS, "made", "tests:made", "acme", "1.0", lambda context: None).construct(context)
 
 
 def test_a_falsy_instance_is_still_the_instance(context: PluginContext) -> None:

@@ -33,46 +33,83 @@ def test_an_unknown_listener() -> None:
     refused(Tower(), silent(listeners=["metrics"]), errors.PluginNotFoundError, *words, twin=Tower())
 
 
-def test_a_plugin_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CASTER = """
+from polyshard.interfaces import PrecisionCaster
+
+class Odd(PrecisionCaster):
+    api_version = {}
+
+    def __init__(self, context):
+        1 / 0
+"""
+MAKE = "def Odd(context):\n    {}\nOdd.api_version = 1\n"
+
+#: A setting, the source of the plugin that it names, and the error.
+PACKAGES: dict[str, tuple[str, str, type[Exception], tuple[str, ...]]] = {
+    "not_imported": ("precision", "import acme_gone", errors.PluginLoadError, ("No module named 'acme_gone'",)),
+    "not_there": ("policy", "x = 1", errors.PluginLoadError, ("'Odd'",)),
+    "not_made": ("offload", MAKE.format("raise OSError(28, 'full')"), errors.PluginLoadError, ("OSError", "full")),
+    "other": (
+        "precision",
+        MAKE.format("return {}"),
+        errors.PluginContractError,
+        ("must construct a polyshard.interfaces.PrecisionCaster", "builtins:dict"),
+    ),
+    "nothing": ("listeners", MAKE.format("return None"), errors.PluginContractError, ("returned None",)),
+    "number": (
+        "policy",
+        "Odd = 7",
+        errors.PluginContractError,
+        ("instance of builtins:int, which cannot be called",),
+    ),
+    "newer": (
+        "precision",
+        CASTER.format("2"),
+        errors.PluginVersionError,
+        ("implements version 2 of the contract", "serves 1. Update polyshard."),
+    ),
+    "older": (
+        "precision",
+        CASTER.format("0"),
+        errors.PluginVersionError,
+        ("implements version 0 of the contract", "serves 1. Update the plugin's package."),
+    ),
+    "text": (
+        "precision",
+        CASTER.format("'1'"),
+        errors.PluginVersionError,
+        ("integer attribute 'api_version', but has '1'",),
+    ),
+    "unstated": (
+        "policy",
+        "def Odd(context): ...",
+        errors.PluginVersionError,
+        ("has none. Add 'api_version = 1' to the class, or set",),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "setting", "source", "error", "words"), [(key, *row) for key, row in PACKAGES.items()]
+)
+def test_a_package_whose_plugin_cannot_be_used(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    setting: str,
+    source: str,
+    error: type[Exception],
+    words: tuple[str, ...],
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    points = [("polyshard.precision", "int4", "acme_int4_broken:Int4")]
-    install(tmp_path, "acme-int4", "2.1", points, {"acme_int4_broken": "import acme_kernels_not_there"})
-    words = ("'int4'", "acme-int4 2.1", "acme_int4_broken:Int4", "No module named 'acme_kernels_not_there'")
-    refused(Tower(), silent(precision="int4"), errors.PluginLoadError, *words, twin=Tower())
-    with pytest.raises(errors.PluginLoadError) as caught:
-        polyshard.shard(Tower(), silent(precision="int4")())
-    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
-
-
-def test_a_plugin_without_what_its_entry_point_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    points = [("polyshard.policies", "nowhere", "acme_nowhere:Policy")]
-    install(tmp_path, "acme-nowhere", "1.0", points, {"acme_nowhere": "x = 1"})
-    words = ("'nowhere'", "acme-nowhere 1.0", "'Policy'")
-    refused(Tower(), silent(policy="nowhere"), errors.PluginLoadError, *words, twin=Tower())
-
-
-def test_a_plugin_that_fails_when_it_is_constructed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    points = [("polyshard.offload", "disk", "acme_disk:make")]
-    source = "def make(context):\n    raise OSError(28, 'full')\nmake.api_version = 1\n"
-    install(tmp_path, "acme-disk", "0.3", points, {"acme_disk": source})
-    words = ("'disk'", "acme-disk 0.3", "OSError", "full")
-    refused(Tower(), silent(offload="disk"), errors.PluginLoadError, *words, twin=Tower())
-
-
-@pytest.mark.parametrize("version", ["2", "0", "'1'", "None"])
-def test_a_plugin_of_another_contract_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    module = f"acme_version_{version.strip(chr(39))}"
-    source = (
-        "from polyshard.interfaces import PrecisionCaster\n"
-        f"class Caster(PrecisionCaster):\n    api_version = {version}\n"
-        "    def __init__(self, context):\n        1 / 0\n"
-    )
-    install(tmp_path, "acme-next", "9.0", [("polyshard.precision", "next", f"{module}:Caster")], {module: source})
-    words = ("'next'", "acme-next 9.0", "contract")
-    refused(Tower(), silent(precision="next"), errors.PluginVersionError, *words, twin=Tower())
+    group = {"policy": "polyshard.policies", "listeners": "polyshard.plugins"}.get(setting, f"polyshard.{setting}")
+    install(tmp_path, "acme-odd", "2.1", [(group, case, f"acme_odd_{case}:Odd")], {f"acme_odd_{case}": source})
+    asked = silent(**{setting: [case] if setting == "listeners" else case})
+    refused(Tower(), asked, error, f"plugin '{case}' of {group}", "acme-odd 2.1", *words, twin=Tower())
+    if case == "not_imported":
+        with pytest.raises(error) as caught:
+            polyshard.shard(Tower(), asked())
+        assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
 @pytest.mark.parametrize("setting", ["collectives", "precision", "offload", "policy"])
@@ -82,14 +119,6 @@ def test_an_object_of_the_wrong_contract(setting: str) -> None:
     group = {"policy": "policies"}.get(setting, setting)
     words = (type(wrong).__name__, f"polyshard.{group}")
     refused(Tower(), lambda: ShardConfig(**settings), errors.PluginContractError, *words, twin=Tower())
-
-
-def test_a_plugin_that_constructs_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    source = "def make(context):\n    return {}\nmake.api_version = 1\n"
-    install(tmp_path, "acme-dict", "1.0", [("polyshard.precision", "dict", "acme_dict:make")], {"acme_dict": source})
-    words = ("'dict'", "acme-dict 1.0", "PrecisionCaster", "dict")
-    refused(Tower(), silent(precision="dict"), errors.PluginContractError, *words, twin=Tower())
 
 
 def test_an_option_that_a_plugin_does_not_have() -> None:
