@@ -311,15 +311,10 @@ def _cut(unit: PlannedUnit, ranks: UnitRanks, device: torch.device) -> torch.Ten
         master = torch.zeros(layout.shard_numel, dtype=group[0].original.dtype, device=device)
         for piece in layout.pieces(ranks.shard_rank):
             slot = layout.slots[piece.slot]
-            source = group[piece.slot].original.detach()
-            if slot.dim:
-                part = piece_in(source, slot, piece.start, piece.stop)
-                view_of(master, tuple(part.shape), part.stride(), piece.shard_offset).copy_(part)
-                continue
-            if source.stride() != slot.stride:
-                source = source.contiguous()
-            elements = source.as_strided((slot.numel,), (1,), source.storage_offset())[piece.start : piece.stop]
-            master.narrow(0, piece.shard_offset, piece.numel).copy_(elements)
+            part = group[piece.slot].original.detach()
+            if slot.shape:
+                part = piece_in(part, slot, piece.start, piece.stop)
+            view_of(master, tuple(part.shape), part.stride(), piece.shard_offset).copy_(part)
     return master
 
 
