@@ -18,11 +18,9 @@ from polyshard.planning.meshes import (
     divisor_of,
     lists_of,
     override_lists,
-    refuse_absent_mesh,
     refuse_overlap,
     unit_lists,
     world_mesh,
-    world_ranks,
 )
 from polyshard.planning.plan import plan_modules
 from torch import nn
@@ -74,7 +72,7 @@ def test_groups_by_names(rank: int) -> None:
 def test_positions_count_in_the_world_of_the_mesh() -> None:
     with job(12, 10):
         mesh = DeviceMesh("cpu", [[4, 6], [8, 10]], mesh_dim_names=("dp", "tp"))
-        assert world_ranks(mesh) == [4, 6, 8, 10]
+        assert world_mesh(mesh).ranks == [4, 6, 8, 10]
         assert unit_lists(mesh, ["dp"]).shard == [[0, 2], [1, 3]]
         with pytest.raises(
             ConfigError, match=r"'ddp' is no dimension of the mesh\. Did you mean 'dp'\? It has: dp, tp"
@@ -100,7 +98,7 @@ def test_the_configuration_chooses_by_names_or_by_position() -> None:
         one = mesh["shard"]
         assert lists_of(ShardConfig(mesh=one), Strategy.FULL_SHARD, world_mesh(one)).shard == [[0, 1, 2, 3]]
     with pytest.raises(ConfigError, match=r"shard names 'dp', but there is no mesh.*from_toml\(path, mesh=mesh\)"):
-        refuse_absent_mesh(ShardConfig(shard="dp"))
+        polyshard.shard(nn.Linear(2, 2), ShardConfig(shard="dp"))
 
 
 @pytest.mark.parametrize("rank", [0, 3, 6])

@@ -113,27 +113,22 @@ class UnitLists:
         return UnitLists(alone, self.data, self.data, self.label)
 
 
-def world_ranks(mesh: DeviceMesh | WorldMesh) -> list[int]:
-    """The ranks of ``mesh`` in the job, in ascending order; raises ``ConfigError`` where it holds one twice."""
-    ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
-    if len(set(ranks)) != len(ranks):
-        raise ConfigError(f"A mesh holds each rank once, but this one holds {ranks}. Make it with init_device_mesh.")
-    return ranks
-
-
 def world_mesh(mesh: DeviceMesh | WorldMesh, others: Iterable[DeviceMesh] = ()) -> WorldMesh:
     """All ranks of a model: those of ``mesh``, and those that ``others``, the meshes of its DTensors, reach from there.
 
     With ``mesh=whole["dp"]`` and DTensors over ``whole["tp"]`` the world is that of both dimensions, in this order.
 
-    Raises ConfigError: this rank is not in ``mesh``, or a dimension is not orthogonal to it.
+    Raises ConfigError: ``mesh`` holds a rank twice, or not this one, or a dimension is not orthogonal to it.
     """
+    ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
+    if len(set(ranks)) != len(ranks):
+        raise ConfigError(f"A mesh holds each rank once, but this one holds {ranks}. Make it with init_device_mesh.")
     if not isinstance(mesh, WorldMesh) and mesh.get_coordinate() is None:
         raise ConfigError(
-            f"This rank is not in the mesh of ranks {world_ranks(mesh)}. Call shard() on the ranks of the mesh alone."
+            f"This rank is not in the mesh of ranks {ranks}. Call shard() on the ranks of the mesh alone."
         )
-    world_ranks(mesh)
-    slices, names = _slices_of(mesh), _names_of(mesh)
+    slices = mesh.slices if isinstance(mesh, WorldMesh) else _torch_private.mesh_slices(mesh)
+    names = _names_of(mesh)
     first = int(mesh.mesh.flatten()[0])
     # The largest first: a dimension that was made of others has them inside.
     further = sorted((each for other in others for each in _dimensions(other)), key=lambda each: -len(each[1][0]))
@@ -159,17 +154,6 @@ def lists_of(config: ShardConfig, strategy: Strategy, world: WorldMesh) -> UnitL
     else:
         lists = _lists(world, tuple(range(mesh.ndim)), ())
     return lists.whole if strategy is Strategy.NO_SHARD else lists
-
-
-def refuse_absent_mesh(config: ShardConfig) -> None:
-    """Raise ConfigError where dimensions are named, and there is no mesh that could have them."""
-    for setting in ("shard", "replicate"):
-        names = getattr(config, setting)
-        if names is not None and config.mesh is None:
-            raise ConfigError(
-                f"{setting} names {', '.join(map(repr, names))}, but there is no mesh. Give it: "
-                "ShardConfig.from_toml(path, mesh=mesh), or dataclasses.replace(config, mesh=mesh)."
-            )
 
 
 def unit_lists(mesh: DeviceMesh | WorldMesh, shard: Sequence[str], replicate: Sequence[str] = ()) -> UnitLists:
@@ -318,10 +302,6 @@ def refuse_wrong_overrides(overrides: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _slices_of(mesh: DeviceMesh | WorldMesh) -> torch.Tensor:
-    return mesh.slices if isinstance(mesh, WorldMesh) else _torch_private.mesh_slices(mesh)
-
-
 def _names_of(mesh: DeviceMesh | WorldMesh) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names or [""] * mesh.ndim)
 
@@ -378,7 +358,7 @@ def _from_table(table: torch.Tensor, world: WorldMesh, label: str) -> UnitLists:
 
 def _dimensions(mesh: DeviceMesh) -> list[tuple[str, Groups]]:
     """Name and groups of each dimension of more than one rank."""
-    slices = _slices_of(mesh)
+    slices = _torch_private.mesh_slices(mesh)
     found = []
     for axis, name in enumerate(_names_of(mesh)):
         size = slices.shape[axis + 1]
@@ -416,7 +396,7 @@ def _not_orthogonal(name: str, groups: Groups, slices: torch.Tensor) -> ConfigEr
 
 def _table_of(mesh: DeviceMesh, world: WorldMesh, where: str) -> torch.Tensor:
     """``[rest, replicate, shard]`` of a policy's mesh, which must have exactly the ranks of the world."""
-    slices, ranks = _slices_of(mesh), set(world.ranks)
+    slices, ranks = _torch_private.mesh_slices(mesh), set(world.ranks)
     table = slices.unsqueeze(1) if mesh.ndim == 1 else slices
     # A slice may belong to a mesh of several worlds.
     kept = [each for each in table if not ranks.isdisjoint(each.flatten().tolist())]

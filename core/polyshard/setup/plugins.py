@@ -20,7 +20,7 @@ from ..events import Events
 from ..interfaces import Collectives, Group, PluginContext, WrapPolicy
 from ..planning.answers import refuse_unable
 from ..planning.groups import group_of
-from ..planning.meshes import WorldMesh, refuse_absent_mesh, world_mesh
+from ..planning.meshes import WorldMesh, world_mesh
 from ..planning.parts import is_dtensor
 from ..planning.plan import modules_in, parameters_to_shard
 from ..planning.units import ChosenPlugins
@@ -122,8 +122,18 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
 
 
 def world_of(request: Request, mesh: DeviceMesh | None) -> WorldMesh | None:
-    """All ranks of a model that has parts on some of them, or may; None where all ranks shard the same."""
-    refuse_absent_mesh(request.config)
+    """All ranks of a model that has parts on some of them, or may; None where all ranks shard the same.
+
+    Raises ConfigError: dimensions are named, and there is no mesh that could have them; or as ``world_mesh``.
+    """
+    config = request.config
+    for setting in ("shard", "replicate"):
+        names = getattr(config, setting)
+        if names is not None and config.mesh is None:
+            raise ConfigError(
+                f"{setting} names {', '.join(map(repr, names))}, but there is no mesh. Give it: "
+                "ShardConfig.from_toml(path, mesh=mesh), or dataclasses.replace(config, mesh=mesh)."
+            )
     if mesh is None:
         return None
     parameters = parameters_to_shard(
@@ -136,7 +146,7 @@ def world_of(request: Request, mesh: DeviceMesh | None) -> WorldMesh | None:
     others = [cast("DTensor", each).device_mesh for each in found]
     for place in request.placed.values():
         others += [mesh for mesh in (place.mesh, place.part.mesh if place.part else None) if mesh is not None]
-    return world_mesh(mesh, dict.fromkeys(others)) if others or request.config.shard is not None else None
+    return world_mesh(mesh, dict.fromkeys(others)) if others or config.shard is not None else None
 
 
 #: Process groups of worlds that are a part of the job. Making one is a meeting of its ranks, which all models share.
