@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigError, RankMismatchError, StateError
-from .inspect import ShardedModel, ShardedUnit, WaitingTimes, idle_model, inner_tensors, is_dtensor, local_of
+from .inspect import ShardedModel, ShardedUnit, Waits, idle_model, inner_tensors, is_dtensor, local_of
 from .interfaces import Collectives, ReduceOp
 from .state.exchange import Round, gathering, speaks
 
@@ -224,7 +224,7 @@ class Stragglers:
         self._hosts: Sequence[str] = ()
         # Calls since the one that ended the last window; None before the first, which ends the steps that warm up.
         self._calls: int | None = None
-        self._waits: WaitingTimes | None = None
+        self._waits: Waits | None = None
         self._round: Round | None = None
         self._times: dict[int, int] = {}
         self._warned = False
@@ -291,7 +291,7 @@ class Stragglers:
 
     def _begin(self, root: ShardedModel) -> None:
         self._calls = 0
-        self._waits = WaitingTimes(root)
+        self._waits = root.measure_waits()
 
     def _measurement(self) -> tuple[float, float]:
         """Own and whole seconds of a step; not a number where they are not known."""

@@ -520,10 +520,11 @@ def _refuse_ranks_of_others(root: Root, stage_index: int, group: dist.ProcessGro
 
 def _share_streams(root: Root) -> None:
     """Let ``root`` use the streams of another stage on its device, unless it has run already."""
-    if not isinstance(root.streams, CudaStreams) or any(unit.prepared for unit in root.units):
+    device = root.collectives.device
+    if device.type != "cuda" or not isinstance(root.streams, CudaStreams) or any(u.prepared for u in root.units):
         return
     for other in _STAGES:
-        if isinstance(other.streams, CudaStreams) and other.collectives.device == root.collectives.device:
+        if isinstance(other.streams, CudaStreams) and other.collectives.device == device:
             root.use_streams(other.streams)
             return
 

@@ -6,7 +6,6 @@ import enum
 import importlib.util
 import os
 import sys
-import time
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from polyshard import hookimpl
 from polyshard.errors import ConfigError
-from polyshard.interfaces import Listener, Observer, PluginContext, UnitSpec
+from polyshard.interfaces import Clock, Listener, Observer, PluginContext, StreamClock, UnitSpec
 
 from .finite import rank_of
 from .precision import whole_number
@@ -72,7 +71,7 @@ class Trace(Listener):
         self._traces = self._rank in _ranks(ranks, where)
         self._picture = _picture(picture, where) if self._traces else "none"
         self._device = context.device
-        self._clock = StreamClock(context.device) if context.device.type == "cuda" else HostClock()
+        self._clock = StreamClock(context.device) if context.device.type == "cuda" else Clock()
         self._begun = 0
         self._observer = _UnitObserver()
         self._pending: list[Recording] = []
@@ -195,79 +194,18 @@ class _UnitObserver(Observer):
     reshard = _marks(Kind.RESHARD)
 
 
-class Memory(NamedTuple):
-    """Bytes of a device's allocator."""
-
-    allocated: int
-    reserved: int
-
-
-class HostClock:
-    """Stamps of the current point of a step, for operations that run on the host, or that the host waits for."""
-
-    #: Whether stamps of different lanes are in the order in which they were taken.
-    orders_lanes = True
-
-    def stamp(self) -> Any:
-        """The current point. Must not synchronize with the device."""
-        return time.perf_counter_ns()
-
-    def passed(self, stamp: Any) -> bool:
-        """Whether the device has reached ``stamp``."""
-        return True
-
-    def wait(self, stamp: Any) -> None:
-        """Block until the device has reached ``stamp``."""
-
-    def microseconds(self, first: Any, then: Any) -> float:
-        """From ``first`` to ``then``, both of which have passed."""
-        return float(then - first) / 1000
-
-    def memory(self) -> Memory | None:
-        """Memory taken now; None without an allocator to ask."""
-        return None
-
-
-class StreamClock(HostClock):
-    """For CUDA: timing events on whichever stream is current."""
-
-    orders_lanes = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def stamp(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def passed(self, stamp: torch.cuda.Event) -> bool:
-        return bool(stamp.query())  # type: ignore[no-untyped-call]
-
-    def wait(self, stamp: torch.cuda.Event) -> None:
-        stamp.synchronize()
-
-    def microseconds(self, first: torch.cuda.Event, then: torch.cuda.Event) -> float:
-        return 1000 * float(first.elapsed_time(then))
-
-    def memory(self) -> Memory:
-        # One call: each of memory_allocated() and memory_reserved() makes and flattens the whole dictionary again.
-        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
-        return Memory(stats["allocated_bytes"]["all"]["current"], stats["reserved_bytes"]["all"]["current"])
-
-
 class _Mark(NamedTuple):
     kind: Kind
     unit: UnitSpec
     backward: bool
     stamp: Any
-    memory: Memory | None
+    memory: tuple[int, int] | None
 
 
 class Recording:
     """The marks of one step, from the moment when it is made, and the ``StepTrace`` that they give afterwards."""
 
-    def __init__(self, step: int, rank: int, device: torch.device, clock: HostClock) -> None:
+    def __init__(self, step: int, rank: int, device: torch.device, clock: Clock) -> None:
         self._step = step
         self._rank = rank
         self._device = device
@@ -276,7 +214,7 @@ class Recording:
         self._begin = clock.stamp()
         self._memory_at_begin = clock.memory()
         self._end: Any = None
-        self._memory_at_end: Memory | None = None
+        self._memory_at_end: tuple[int, int] | None = None
 
     def mark(self, kind: Kind, unit: UnitSpec, backward: bool = False) -> None:
         """The operation is at this point of the current stream."""
@@ -341,8 +279,9 @@ class Recording:
     def _samples(self, times: list[float], duration: float) -> list[MemorySample]:
         """One for each mark that has memory: marks of one stream, which reaches them in the order of issue.
 
-        With a clock that orders all lanes, one for every mark.
+        One for every mark where these are the host's: they are in the order in which they were taken.
         """
+        on_host = type(self._clock) is Clock
         samples = [_sample(0.0, 0, self._memory_at_begin)]
         gathered: dict[UnitSpec, int] = {}
         for mark, at in zip(self._marks, times, strict=True):
@@ -350,13 +289,13 @@ class Recording:
                 gathered[mark.unit] = _nbytes(mark.unit)
             elif mark.kind is Kind.RESHARD:
                 gathered.pop(mark.unit, None)
-            if self._clock.orders_lanes or mark.memory is not None:
+            if on_host or mark.memory is not None:
                 samples.append(_sample(at, sum(gathered.values()), mark.memory))
         samples.append(_sample(duration, sum(gathered.values()), self._memory_at_end))
         return samples
 
 
-def _sample(at: float, gathered: int, memory: Memory | None) -> MemorySample:
+def _sample(at: float, gathered: int, memory: tuple[int, int] | None) -> MemorySample:
     return MemorySample(at, gathered, *(memory or ()))
 
 

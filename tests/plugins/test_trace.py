@@ -18,13 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parity import Block, Net, adam, draw, on_ranks, seeded, sharded_copy, square_step, units_of
 from polyshard.errors import ConfigError
-from polyshard.interfaces import Observer, PluginContext, UnitSpec
+from polyshard.interfaces import Clock, Observer, PluginContext, UnitSpec
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.trace import (
-    HostClock,
     Kind,
     Lane,
-    Memory,
     MemorySample,
     Recording,
     Span,
@@ -433,10 +431,8 @@ def call_all(watches: Observer, unit: UnitSpec) -> None:
     watches.reduced(unit)
 
 
-class LateClock(HostClock):
+class LateClock(Clock):
     """Stamps are numbers of marks, and the device has got to those below ``reached``; ten microseconds apart."""
-
-    orders_lanes = False
 
     def __init__(self) -> None:
         self.taken = 0
@@ -456,8 +452,8 @@ class LateClock(HostClock):
         assert max(first, then) <= self.reached, "read before the device got there"
         return 10.0 * (then - first)
 
-    def memory(self) -> Memory:
-        return Memory(1000 + self.taken, 4096)
+    def memory(self) -> tuple[int, int]:
+        return 1000 + self.taken, 4096
 
 
 def late_listener(folder: Path, **options: Any) -> tuple[Trace, LateClock, Observer]:

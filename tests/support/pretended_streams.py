@@ -87,7 +87,9 @@ class Memory:
 
 
 class PretendedDevice:
-    """One device, its streams and its memory."""
+    """One device, its streams and its memory; to the engine it is ``torch.cuda``."""
+
+    Stream, Event = Stream, Event
 
     def __init__(self) -> None:
         self.main, self.side = Stream(), Stream()
@@ -110,8 +112,14 @@ class PretendedDevice:
         finally:
             self.current = before
 
-    def set_current(self, stream: Stream) -> None:
+    def set_stream(self, stream: Stream) -> None:
         self.current = stream
+
+    def current_stream(self, device: int) -> Stream:
+        return self.current
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
 
     def take(self, what: str) -> Memory:
         """Memory from the current stream's pool."""
@@ -192,7 +200,7 @@ class PretendedDevice:
         callback()
 
     def streams(self) -> CudaStreams:
-        return CudaStreams(torch.device("cuda", 0))
+        return CudaStreams(torch.device("cuda", 0), self)
 
 
 class Gathering(FakeCollectives):
@@ -297,12 +305,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendedDevice:
             "queue_after_backward",
             lambda call, given_up: queue(lambda: pretended.after_backward(call), given_up),
         ),
-        (_torch_private, "current_stream_key", lambda _: pretended.current.cuda_stream),
-        (torch.cuda, "current_stream", lambda _=None: pretended.current),
-        (torch.cuda, "set_stream", pretended.set_current),
-        (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (torch.cuda, "Stream", Stream),
-        (torch.cuda, "Event", Event),
     ):
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(Gathering, "device_of_streams", pretended, raising=False)

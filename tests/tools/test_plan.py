@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from parity import local, peak_of_live_bytes
 from polyshard import ShardConfig
 from polyshard.errors import ConfigError, UnsupportedError
-from polyshard.inspect import Stream
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_tools.forecast import (
@@ -42,6 +41,7 @@ from polyshard_tools.forecast.recording import (
     Kernel,
     Part,
     Signal,
+    Stream,
     Transfer,
     Wait,
 )

@@ -23,7 +23,6 @@ from ..functions.block_states import (
     taken_apart,
 )
 from ..functions.optimizers import NOT_BY_ELEMENT
-from ..functions.recorded_streams import Stream, StreamRecorder
 from ..functions.whole import ToSome
 from ..planning.extensions import Insides, inner_tensors
 from ..planning.layout import Piece, Slot
@@ -36,9 +35,10 @@ from ..runtime.live_roots import live_roots
 from ..runtime.module_state import ModuleState
 from ..runtime.root import root_of
 from ..runtime.states import Phase
+from ..runtime.streams import Waits
 from ..setup.build import refuse_broken
 from ..setup.request import Initializer
-from .model import RecordedModel, ShardedModel, WaitingTimes, WholeFlats
+from .model import RecordedModel, ShardedModel, WholeFlats
 from .unit import ShardedParameter, ShardedUnit
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from ..errors import CollectiveError, StateError, UnsupportedError
-from ..functions.recorded_streams import RecordedStreams, StreamRecorder
 from ..functions.torch_functions import replacing_values
 from ..functions.whole import WholeGather, gather_inner, whole_on_this_rank
 from ..io.progress import reporting_progress
 from ..runtime import graph
 from ..runtime.extended import ExtendedUnit
 from ..runtime.states import Phase, Reshard
+from ..runtime.streams import CudaStreams, Waits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -211,9 +211,13 @@ class ShardedModel:
         among = inner.neighbours if inner.reshard_policy is Reshard.PARTLY else None
         return unit.shard, among or unit.shard
 
-    def record_streams(self, recorder: StreamRecorder) -> None:
-        """Run communication where it is issued from now on, and report to ``recorder`` the streams of a device."""
-        self._root.use_streams(RecordedStreams(recorder))
+    def pretend_streams(self, cuda: object) -> None:
+        """Order communication from now on as on CUDA. ``cuda`` stands for ``torch.cuda``, its streams for CUDA's."""
+        self._root.use_streams(CudaStreams(torch.device("cuda", 0), cuda))
+
+    def measure_waits(self) -> Waits:
+        """Measure from now on how long steps wait for other ranks."""
+        return Waits(self._root.streams)
 
     def refuse_replaced_values(self, call: str) -> None:
         """Raise StateError inside ``replacing_values``; ``call`` begins the message."""
@@ -375,25 +379,3 @@ class EndsWithModel(Protocol):
 
 
 A = TypeVar("A", bound=EndsWithModel)
-
-
-class WaitingTimes:
-    """Measures how long the steps of a model wait for other ranks, from its making until ``stop``."""
-
-    def __init__(self, model: ShardedModel) -> None:
-        self._streams = model._root.streams
-        self._stalls = self._streams.stalls = self._streams.measure()
-
-    @property
-    def forwards(self) -> int:
-        """How many forwards were measured; a CUDA graph that replays has none."""
-        return self._stalls.forwards
-
-    def stop(self) -> None:
-        """Measure no more."""
-        self._stalls.stop()
-        self._streams.stalls = None
-
-    def read(self) -> tuple[float, float]:
-        """Seconds of all measured steps that this rank did not wait for others, and seconds altogether."""
-        return self._stalls.read()

@@ -24,7 +24,7 @@ from .collectives import (
     Work,
 )
 from .context import CURRENT_API, OLDEST_API, Constructor, Group, PluginContext, RankAndSize
-from .listener import Listener, Observer
+from .listener import Clock, Listener, Observer, StreamClock
 from .offload import OffloadCapabilities, OffloadManager
 from .options import bytes_of, resolve_callable, resolve_class, resolve_classes, resolve_object
 from .precision import (
@@ -57,6 +57,7 @@ __all__ = [
     "SLICE_ALIGNMENT_BYTES",
     "UNIT_OVERRIDES",
     "BufferRole",
+    "Clock",
     "Collectives",
     "CollectivesCapabilities",
     "CollectivesDecorator",
@@ -76,6 +77,7 @@ __all__ = [
     "PrecisionCaster",
     "RankAndSize",
     "ReduceOp",
+    "StreamClock",
     "UnitDtypes",
     "UnitPlan",
     "UnitSpec",

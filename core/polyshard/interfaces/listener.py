@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol, runtime_checkable
+import time
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
 
 from .units import UnitSpec
 
@@ -69,3 +72,62 @@ class Listener:
 
     api_version: ClassVar[int]
     """The version of this contract that a plugin was written for. Each class states its own; none is inherited."""
+
+
+class Clock:
+    """Stamps of the present point of a step, for operations that run on the host, or that the host waits for."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether operations run that are issued now, and are not recorded."""
+        return True
+
+    def stamp(self) -> Any:
+        """The present point. Does not synchronize with the device."""
+        return time.perf_counter_ns()
+
+    def passed(self, stamp: Any) -> bool:
+        """Whether the device has reached ``stamp``."""
+        return True
+
+    def wait(self, stamp: Any) -> None:
+        """Block until the device has reached ``stamp``."""
+
+    def microseconds(self, first: Any, then: Any) -> float:
+        """From ``first`` to ``then``, both of which have passed."""
+        return float(then - first) / 1000
+
+    def memory(self) -> tuple[int, int] | None:
+        """Bytes that tensors take now, and that the allocator holds; None without an allocator to ask."""
+        return None
+
+
+class StreamClock(Clock):
+    """For CUDA: timing events on whichever stream of ``device`` is current."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def runs(self) -> bool:
+        # An event of a capture belongs to the graph: it is never reached outside.
+        return not torch.cuda.is_current_stream_capturing()
+
+    def stamp(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def passed(self, stamp: torch.cuda.Event) -> bool:
+        return bool(stamp.query())  # type: ignore[no-untyped-call]
+
+    def wait(self, stamp: torch.cuda.Event) -> None:
+        stamp.synchronize()
+
+    def microseconds(self, first: torch.cuda.Event, then: torch.cuda.Event) -> float:
+        return 1000 * float(first.elapsed_time(then))
+
+    def memory(self) -> tuple[int, int]:
+        # One call: each of memory_allocated() and memory_reserved() makes and flattens the whole dictionary again.
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return stats["allocated_bytes"]["all"]["current"], stats["reserved_bytes"]["all"]["current"]

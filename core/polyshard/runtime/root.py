@@ -274,8 +274,8 @@ class Root:
         self.begin_gathers()
         self.execution_order.begin_forward()
         # Not where gathers begin: a CUDA graph that replays begins some, and measures nothing.
-        if self.streams.stalls is not None:
-            self.streams.stalls.begin_forward()
+        if self.streams.waits is not None:
+            self.streams.waits.begin_forward()
         for caster in self._encoding:
             caster.prepare([unit.spec for unit in self.units if unit.caster is caster], self.collectives)
         if self.events.steps:

@@ -38,7 +38,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ import torch
 
 from .. import _torch_private
 from ..errors import CollectiveAbortedError, CollectiveError, CollectiveTimeoutError, PolyshardError
-from ..interfaces import Collectives, Work
+from ..interfaces import Clock, Collectives, StreamClock, Work
 from ..planning.groups import ThenAllReduce
 from .buffers import FlatBuffer, PostForwardShard
 from .gather import Gatherable, allocation_of, end_gather, start_gathers, wait_quietly
@@ -79,8 +79,12 @@ class CommStreams(ABC):
         self._reductions: deque[Any] = deque()
         #: Its last entry is the gather or reduction that is issued next; None where nobody records.
         self.recorder: Recorder | None = None
-        #: Measures waits for other ranks; None where nobody measures.
-        self.stalls: Stalls | None = None
+        #: Told of waits for other ranks; None where nobody measures.
+        self.waits: Waits | None = None
+
+    def clock(self) -> Clock:
+        """Tells when waits of compute begin and end."""
+        return Clock()
 
     def begin_forward(self) -> None:
         """Order gathers after everything that was issued so far (rule 4)."""
@@ -88,20 +92,15 @@ class CommStreams(ABC):
 
     def meet(self, call: Callable[..., None], *args: object) -> None:
         """``call(*args)``, which may wait for the other ranks."""
-        stalls = self.stalls
-        if stalls is not None:
-            stalls.wait()
+        if self.waits is not None:
+            self.waits.mark()
         self.waiting = True
         try:
             call(*args)
         finally:
             self.waiting = False
-        if stalls is not None:
-            stalls.waited()
-
-    @abstractmethod
-    def measure(self) -> Stalls:
-        """Begin to measure how long compute waits for other ranks. The caller sets ``stalls`` to it, and to None."""
+            if self.waits is not None:
+                self.waits.mark()
 
     @abstractmethod
     def gather(self, units: Sequence[Gatherable]) -> None:
@@ -214,13 +213,9 @@ class HostStreams(CommStreams):
     def _last(self) -> Issued | None:
         return None if self.recorder is None else self.recorder.last
 
-    def measure(self) -> Stalls:
-        return HostStalls()
-
     def _end(self, works: Sequence[Work], entry: Issued | None) -> None:
-        stalls = self.stalls
-        if stalls is not None:
-            stalls.wait()
+        if self.waits is not None:
+            self.waits.mark()
         self.waiting = True
         left = iter(works)
         try:
@@ -237,8 +232,8 @@ class HostStreams(CommStreams):
             raise
         finally:
             self.waiting = False
-        if stalls is not None:
-            stalls.waited()
+            if self.waits is not None:
+                self.waits.mark()
         if entry is not None:
             entry.ended = time.monotonic()
 
@@ -276,29 +271,32 @@ class _Batch:
 class CudaStreams(CommStreams):
     """For CUDA and stream-ordered collectives."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        """``cuda``: has the streams and events. What stands for ``torch.cuda`` learns in which order they wait."""
         super().__init__()
-        self._device = torch.cuda.current_device() if device.index is None else device.index
+        self._cuda = cuda
+        self._device = cuda.current_device() if device.index is None else device.index
+        self._key = _torch_private.current_stream_key if cuda is torch.cuda else cuda.current_stream
         # High priority: a collective that waits behind compute kernels delays the compute that waits for it.
-        self._gather_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._reduce_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._gather_stream = cuda.Stream(device, priority=-1)
+        self._reduce_stream = cuda.Stream(device, priority=-1)
         # The last use of each unit. An event may be recorded again while waits on its last recording are still
         # queued, so one event a unit is enough.
         self._used: dict[FlatBuffer, torch.cuda.Event] = {}
         self._arriving: dict[FlatBuffer, _Arrival] = {}
         # One event a stream that used gathered memory: the latest covers the earlier ones of the same stream.
         self._released: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
-        self._filled = _event()
+        self._filled = cuda.Event()
         # Where compute was ordered after everything, until gathers are ordered after that.
         self._drained_on: torch.cuda.Stream | None = None
         self._spare: list[torch.cuda.Event] = []
-        self._seen: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+        self._seen: dict[Hashable, torch.cuda.Stream] = {}
         # Whether each stream has work that compute was not ordered after. A stream joins the capture of a CUDA graph by
         # its first use in it, and waiting for one that has not joined is an error.
         self._gathers = self._reduces = False
 
-    def measure(self) -> Stalls:
-        return StreamStalls()
+    def clock(self) -> Clock:
+        return StreamClock(torch.device("cuda", self._device))
 
     def begin_forward(self) -> None:
         current = self._current()
@@ -308,7 +306,7 @@ class CudaStreams(CommStreams):
         # forbid capturing the step in a CUDA graph, inside which no earlier event may be waited for.
         for stream, _ in self._released.values():
             # Another forward ran there, which nothing here had to wait for. A capture begins with an idle device.
-            if stream is not current and not torch.cuda.is_current_stream_capturing():
+            if stream is not current and not self._cuda.is_current_stream_capturing():
                 self._gather_stream.wait_stream(stream)
         self._released.clear()
         self._drained_on = None
@@ -324,7 +322,7 @@ class CudaStreams(CommStreams):
             event.wait(stream)
         self._released.clear()
         before = self._current()
-        torch.cuda.set_stream(stream)
+        self._cuda.set_stream(stream)
         try:
             for unit in units:
                 with allocation_of(unit):
@@ -333,10 +331,10 @@ class CudaStreams(CommStreams):
                 work.wait()
             for unit in units:
                 end_gather(unit)
-            event = self._spare.pop() if self._spare else _event()
+            event = self._spare.pop() if self._spare else self._cuda.Event()
             event.record(stream)
         finally:
-            torch.cuda.set_stream(before)
+            self._cuda.set_stream(before)
         arrival = _Arrival(event, len(units))
         for unit in units:
             if unit.buffer in self._arriving:
@@ -350,12 +348,11 @@ class CudaStreams(CommStreams):
         current = self._current()
         # On the stream that another unit of the batch arrived on, there is nothing left to wait for.
         if arrival.on != current.cuda_stream:
-            stalls = self.stalls
-            if stalls is not None:
-                stalls.wait()
+            if self.waits is not None:
+                self.waits.mark()
             arrival.event.wait(current)
-            if stalls is not None:
-                stalls.waited()
+            if self.waits is not None:
+                self.waits.mark()
             arrival.on = current.cuda_stream
         self._expect_no_more(unit)
 
@@ -377,7 +374,7 @@ class CudaStreams(CommStreams):
         current = self._current()
         event = self._used.get(unit.buffer)
         if event is None:
-            event = self._used[unit.buffer] = _event()
+            event = self._used[unit.buffer] = self._cuda.Event()
         event.record(current)
         self._released[current.cuda_stream] = current, event
         for stream in _others(unit.places, current):
@@ -393,11 +390,11 @@ class CudaStreams(CommStreams):
         self._gathers = True
         for place in (current, *_others(unit.places, current)):
             stream.wait_stream(place)
-        torch.cuda.set_stream(stream)
+        self._cuda.set_stream(stream)
         try:
             part.fill()
         finally:
-            torch.cuda.set_stream(current)
+            self._cuda.set_stream(current)
         unit.buffer.release()
 
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
@@ -405,15 +402,15 @@ class CudaStreams(CommStreams):
         self._reduces = True
         self._filled.record(before)
         self._filled.wait(stream)
-        event = self._spare.pop() if self._spare else _event()
-        torch.cuda.set_stream(stream)
+        event = self._spare.pop() if self._spare else self._cuda.Event()
+        self._cuda.set_stream(stream)
         written: object = None
         try:
             reduction.issue().wait()
             written = reduction.deliver()
             event.record(stream)
         finally:
-            torch.cuda.set_stream(before)
+            self._cuda.set_stream(before)
             self._reductions.append((event, (before, *_others(taken_at, before)), reduction.retire, written))
 
     def drain(self) -> None:
@@ -422,16 +419,15 @@ class CudaStreams(CommStreams):
         for _, event in self._released.values():
             event.wait(current)
         self._released.clear()
-        stalls = self.stalls
-        if stalls is not None:
-            stalls.wait()
+        if self.waits is not None:
+            self.waits.mark()
         if self._reduces:
             current.wait_stream(self._reduce_stream)
         if self._gathers:
             # Gathers that nothing used (a wrong prefetch) must not write memory that compute gets next.
             current.wait_stream(self._gather_stream)
-        if stalls is not None:
-            stalls.waited()
+        if self.waits is not None:
+            self.waits.mark()
         self._gathers = self._reduces = False
         self._drained_on = current
 
@@ -448,22 +444,21 @@ class CudaStreams(CommStreams):
 
     def _current(self) -> torch.cuda.Stream:
         # Asked some six times a unit and step: making an object for each answer takes most of what asking takes.
-        key = _torch_private.current_stream_key(self._device)
+        key = self._key(self._device)
         stream = self._seen.get(key)
         if stream is None:
-            stream = self._seen[key] = torch.cuda.current_stream(self._device)
+            stream = self._seen[key] = self._cuda.current_stream(self._device)
         return stream
 
     def _retire_oldest(self) -> None:
         event, takers, retire, _written = self._reductions.popleft()
-        stalls = self.stalls
-        if stalls is not None:
-            stalls.wait()
+        if self.waits is not None:
+            self.waits.mark()
         for stream in takers:
             # Not the current one: the memory released next returns to the pools of these.
             event.wait(stream)
-        if stalls is not None:
-            stalls.waited()
+        if self.waits is not None:
+            self.waits.mark()
         self._spare.append(event)
         retire()
 
@@ -479,8 +474,8 @@ class _Arrival:
     """The stream that was last ordered after it."""
 
 
-def _others(places: Iterable[object], current: torch.cuda.Stream) -> list[torch.cuda.Stream]:
-    return [place for place in places if place is not current and isinstance(place, torch.cuda.Stream)]
+def _others(places: Iterable[Any], current: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+    return [place for place in places if place is not current and place is not None]
 
 
 @contextmanager
@@ -493,97 +488,42 @@ def _joined(current: torch.cuda.Stream, others: Sequence[torch.cuda.Stream]) -> 
         stream.wait_stream(current)
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+class Waits:
+    """Measures how long compute waits for other ranks, from its making until ``stop``."""
 
-
-class Stalls(ABC):
-    """Measures how long compute waits for other ranks, from its construction to ``stop``."""
-
-    def __init__(self) -> None:
+    def __init__(self, streams: CommStreams) -> None:
+        self._streams = streams
+        self._clock = streams.clock()
         #: Forwards that began meanwhile. A step that a CUDA graph replays begins none, and its waits are not seen.
         self.forwards = 0
+        # Where waits begin and end, in turns.
+        self._marks: list[Any] = []
+        self._first = self._last = self._clock.stamp()
+        streams.waits = self
 
     def begin_forward(self) -> None:
         """A forward begins."""
-        self.forwards += 1
+        # Captured operations do not run.
+        self.forwards += self._clock.runs
 
-    @abstractmethod
-    def wait(self) -> None:
-        """Compute waits for other ranks from here on."""
+    def mark(self) -> None:
+        """Compute waits for other ranks from here on, or has waited since the last mark."""
+        if self._clock.runs:
+            self._marks.append(self._clock.stamp())
 
-    @abstractmethod
-    def waited(self) -> None:
-        """The wait that ``wait`` began has ended."""
-
-    @abstractmethod
     def stop(self) -> None:
-        """End the measurement."""
+        """Measure no more."""
+        self._last = self._clock.stamp()
+        self._streams.waits = None
 
-    @abstractmethod
     def read(self) -> tuple[float, float]:
         """Seconds that were not spent waiting for other ranks, at least 0, and seconds altogether.
 
         Blocks until the device has reached ``stop``.
         """
-
-
-class HostStalls(Stalls):
-    """For waits that block the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._stalled = 0.0
-        self._waits_since = 0.0
-        self._begun = time.monotonic()
-        self._wall = 0.0
-
-    def wait(self) -> None:
-        self._waits_since = time.monotonic()
-
-    def waited(self) -> None:
-        self._stalled += time.monotonic() - self._waits_since
-
-    def stop(self) -> None:
-        self._wall = time.monotonic() - self._begun
-
-    def read(self) -> tuple[float, float]:
-        return max(0.0, self._wall - self._stalled), self._wall
-
-
-class StreamStalls(Stalls):
-    """For waits of CUDA streams, seen from the stream that is current at each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._marks: list[torch.cuda.Event] = []
-        self._first = self._last = _mark()
-
-    def begin_forward(self) -> None:
-        # Captured operations do not run.
-        if not torch.cuda.is_current_stream_capturing():
-            super().begin_forward()
-
-    def wait(self) -> None:
-        # An event of a capture belongs to the graph: it is never reached here.
-        if not torch.cuda.is_current_stream_capturing():
-            self._marks.append(_mark())
-
-    waited = wait
-
-    def stop(self) -> None:
-        self._last = _mark()
-
-    def read(self) -> tuple[float, float]:
-        self._last.synchronize()
-        wall = self._first.elapsed_time(self._last)
-        pairs = zip(self._marks[::2], self._marks[1::2], strict=False)
+        clock = self._clock
+        clock.wait(self._last)
+        wall = clock.microseconds(self._first, self._last)
         # Two streams that waited at once are counted twice.
-        stalled = sum(before.elapsed_time(behind) for before, behind in pairs)
-        return max(0.0, wall - stalled) / 1000, wall / 1000
-
-
-def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+        stalled = sum(map(clock.microseconds, self._marks[::2], self._marks[1::2]))
+        return max(0.0, wall - stalled) / 1e6, wall / 1e6

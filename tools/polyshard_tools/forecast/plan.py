@@ -11,13 +11,13 @@ from typing import Any
 from polyshard.api import report
 from polyshard.config import ShardConfig
 from polyshard.errors import ConfigError
-from polyshard.inspect import ShardedModel, ShardedUnit, Stream
+from polyshard.inspect import ShardedModel, ShardedUnit
 from polyshard.io.progress import report_progress
 from torch import nn
 
 from .. import pictures
 from ..explaining.explanation import plain
-from .recording import Issued, Kind, MemoryTimeline, Operation, Part, Span, Transfer
+from .recording import Issued, Kind, MemoryTimeline, Operation, Part, Span, Stream, Transfer
 from .timing import Device, LinkModel, StepTime, find_links, timed
 from .trace import RecordedCollectives, TracedModel, TracedStep
 from .workload import BatchMaker, FusedAdamW, OptimizerModel

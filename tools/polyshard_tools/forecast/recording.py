@@ -12,12 +12,22 @@ from __future__ import annotations
 import enum
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from polyshard.inspect import Stream, is_dtensor, local_of
+from polyshard.inspect import is_dtensor, local_of
+
+
+class Stream(enum.Enum):
+    """Where a device would run an operation."""
+
+    COMPUTE = "compute"
+    """The model's own operations, and the optimizer's."""
+    GATHER = "gather"
+    """Casts into gather buffers, and gathers."""
+    REDUCE = "reduce"
+    """Copies of gradients, and reductions."""
 
 
 class Operation(enum.Enum):
@@ -150,15 +160,6 @@ class StepRecorder:
         self.part = part
         self.issued.append(Begin(part))
 
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        """Issue on ``stream`` inside."""
-        before, self.stream = self.stream, stream
-        try:
-            yield
-        finally:
-            self.stream = before
-
     def kernel(self, name: str, bound: Bound, flops: int, nbytes: int, itemsize: int) -> None:
         self.issued.append(Kernel(self.stream, self.part, name, bound, flops, nbytes, itemsize))
 
@@ -178,6 +179,51 @@ class StepRecorder:
     def clear(self) -> None:
         """Forget the operations so far; events stay known."""
         self.issued.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStream:
+    """Stands for a ``torch.cuda.Stream``."""
+
+    recorder: StepRecorder
+    cuda_stream: Stream
+
+    def wait_stream(self, other: RecordedStream) -> None:
+        self.recorder.wait(self.cuda_stream, self.recorder.signal(other.cuda_stream))
+
+
+class RecordedEvent:
+    """Stands for a ``torch.cuda.Event``."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def record(self, stream: RecordedStream) -> None:
+        self._number = stream.recorder.signal(stream.cuda_stream)
+
+    def wait(self, stream: RecordedStream) -> None:
+        stream.recorder.wait(stream.cuda_stream, self._number)
+
+
+class RecordedCuda:
+    """Stands for ``torch.cuda`` where the engine orders streams: operations on it are those of a step's recorder."""
+
+    Event = RecordedEvent
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+        # The engine makes its streams in this order.
+        places = iter((Stream.GATHER, Stream.REDUCE))
+        self.Stream = lambda device, priority: RecordedStream(recorder, next(places))
+
+    def current_stream(self, device: int) -> RecordedStream:
+        return RecordedStream(self._recorder, self._recorder.stream)
+
+    def set_stream(self, stream: RecordedStream) -> None:
+        self._recorder.stream = stream.cuda_stream
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
 
 
 #: The CUDA caching allocator gives multiples of so many bytes.

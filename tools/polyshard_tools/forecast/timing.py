@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from polyshard.config import did_you_mean
 from polyshard.errors import ConfigError
-from polyshard.inspect import Stream
 
-from .recording import Begin, Bound, Issued, Kernel, Operation, Part, Signal, Span, Transfer, Wait
+from .recording import Begin, Bound, Issued, Kernel, Operation, Part, Signal, Span, Stream, Transfer, Wait
 
 
 @dataclass(frozen=True, slots=True)

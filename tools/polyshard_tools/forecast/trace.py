@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from ._torch_private import TorchDispatchMode, tree_leaves
 from .kernels import fused_as_on_cuda, note_operation
-from .recording import Issued, Kind, Ledger, MemoryTimeline, Operation, Part, Span, StepRecorder
+from .recording import Issued, Kind, Ledger, MemoryTimeline, Operation, Part, RecordedCuda, Span, StepRecorder
 from .workload import Batch, OptimizerModel
 
 _BRANCHED = (
@@ -92,7 +92,7 @@ class TracedModel:
             warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
             self.model = shard(model, self._on_meta(config, collectives), initializer=lambda module: None)
         self.sharded: ShardedModel = outermost_model(self.model, "plan")
-        self.sharded.record_streams(self.recorder)
+        self.sharded.pretend_streams(RecordedCuda(self.recorder))
         self._note_uncounted(sizes or {})
         self._optimizer = optimizer
         self._microbatches = microbatches
