@@ -9,7 +9,7 @@ import time
 import traceback
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,7 @@ from ..interfaces import Collectives, OffloadManager, PrecisionCaster, WrapPolic
 from ..planning.answers import plugin_name
 from ..planning.groups import group_of
 from ..runtime.peers import scope_of
-from .differences import Reported, message_of
+from .differences import Reported, listed, message_of
 
 #: Seconds of a rank's first wait for the others. Each wait is twice as long as the one before, up to the longest: few
 #: requests to the store, and a program that can be interrupted.
@@ -46,6 +46,8 @@ _CHUNK = 1 << 20
 #: must report the same. All ranks share ``EVERYONE``, which is first. A rank has a few scopes: what each of them costs
 #: does not depend on the number of ranks.
 Report = dict[str, list[Any]]
+#: By the digest of a scope, the ranks that report different things there: lists of those that report the same.
+_Kinds = dict[str, list[list[int]]]
 
 
 class Agreement:
@@ -135,7 +137,7 @@ class _Verdict(enum.Enum):
     FAILED = "failed"
     """A rank raised."""
     DIFFERENT = "different"
-    """A rank reported something else than the first that arrived."""
+    """Ranks reported different things."""
     ABSENT = "absent"
     """A rank did not arrive in time."""
 
@@ -145,21 +147,17 @@ class StoreAgreement:
 
     [Note: agreement through the store]
     Each rank counts its own agreements in the store, so that the n-th of one is compared with the n-th of the others.
-    The first rank to arrive leaves the digest of its report (``first``, set by an atomic compare-and-set), each further
-    one compares its own with that, and all are counted (``came``). The last one sets the verdict SAME. A rank that
-    failed, reports another digest or has waited too long sets another one, at once. ``verdict`` is set by
-    compare-and-set, too: it never changes, whenever a rank reads it, so all ranks end alike and their counts stay
-    equal.
+    It leaves a row with the digests of what it reports, and is counted (``came``). The last one to come reads all rows
+    and sets the verdict: SAME or DIFFERENT. A rank that failed or has waited too long sets another one, at once.
+    ``verdict`` is set by an atomic compare-and-set: it never changes, whenever a rank reads it, so all ranks end alike
+    and their counts stay equal.
 
     A rank that arrives where the others gave up waiting for it goes on to their next one, for which they call again.
     Not in the middle of a call, whose other parts they have given up with it, nor with an error, which ends its call.
 
-    Ranks that share more than all do, such as a part of a tensor, have a scope: for each of its own a rank compares one
-    digest more, with a ``first`` of that scope.
-
-    That takes six requests a rank, two more for a scope, and a few hundred bytes, whatever the number of ranks. The
-    reports themselves are sent only where their digests differ, by one rank of each kind and of few kinds; the rank
-    that set that verdict reads them and leaves the message that all ranks raise.
+    That takes five requests a rank and a few hundred bytes, whatever the number of ranks; the last one reads some
+    hundred bytes more of each. The reports themselves are sent only where their digests differ, by one rank of each
+    kind and of few kinds; the rank that set that verdict reads them and leaves the message that all ranks raise.
     """
 
     def __init__(self, store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
@@ -174,12 +172,10 @@ class StoreAgreement:
         self._failed = False
         self._deadline = 0.0
         self._arrived = 0
+        self._kinds: _Kinds = {}
+        """Who differs, where this rank found it."""
         self._set_it = False
         """Whether this rank set the verdict."""
-        self._leads: list[str] = []
-        """The scopes in which this rank was the first that arrived with a report."""
-        self._is_listed = False
-        """Whether the others can read that this rank differs from the first one of a scope."""
 
     def arrive(self, report: Report, error: Exception | None = None, *, begins: bool = True) -> None:
         """Leave this rank's ``report``, or what went wrong on it, without waiting for others.
@@ -189,13 +185,12 @@ class StoreAgreement:
         Raises torch.distributed.DistNetworkError: the store is gone.
         """
         self._report, self._failed = report, error is not None
-        self._leads, self._is_listed = [], False
         self._deadline = time.monotonic() + self._timeout_s
         self._turn = self._store.add(f"{self._prefix}/turns/{self._rank}", 1)
         if error is None:
             if begins:
                 self._pass_given_up()
-            self._compare()
+            self._store.set(f"{self._prefix}/row/{self._rank}", _json(_digests(report)))
         else:
             # What explains a verdict is there before the verdict.
             number = self._store.add(self._key("failures"), 1)
@@ -205,10 +200,10 @@ class StoreAgreement:
             self._set_verdict(_Verdict.FAILED)
         self._arrived = self._store.add(self._key("came"), 1)
         if self._arrived == len(self._ranks):
-            self._set_verdict(_Verdict.SAME)
+            self._judge()
             self._store.set(self._key("all"), "")
             # All ranks are here, and so are done with the agreement before.
-            for name in ("first", "came", "verdict", "all") if self._turn > 1 else ():
+            for name in ("came", "verdict", "all") if self._turn > 1 else ():
                 self._store.delete_key(f"{self._prefix}/{self._turn - 1}/{name}")
 
     def end(self) -> None:
@@ -218,16 +213,12 @@ class StoreAgreement:
             RankMismatchError: another rank failed, reports something else, or did not arrive.
             torch.distributed.DistNetworkError: the store is gone.
         """
-        verdict = self._verdict()
+        verdict, setter, asked = self._verdict()
         if verdict is _Verdict.SAME:
-            # All ranks have compared. Who comes last to all of them does not know the scopes.
-            for mark in (_mark(scope) for scope in self._leads if scope):
-                self._store.delete_key(self._key(f"first{mark}"))
-                self._store.delete_key(self._key(f"came{mark}"))
             return
         try:
             if not self._failed:
-                raise RankMismatchError(self._reason(verdict))
+                raise RankMismatchError(self._reason(verdict, setter, asked))
         finally:
             # The store may have ended meanwhile: the message was read before.
             with suppress(Exception):
@@ -247,7 +238,7 @@ class StoreAgreement:
     def _pass_given_up(self) -> None:
         """Go on to the first agreement in which the others have not given up waiting for this rank."""
         missed = self._turn
-        while self._store.check([self._key("verdict")]) and self._get("verdict").startswith(_Verdict.ABSENT.value):
+        while self._store.check([self._key("verdict")]) and self._verdict()[0] is _Verdict.ABSENT:
             self._turn = self._store.add(f"{self._prefix}/turns/{self._rank}", 1)
         if self._turn > missed:
             warnings.warn(
@@ -256,55 +247,45 @@ class StoreAgreement:
                 stacklevel=2,
             )
 
-    def _compare(self) -> None:
-        for scope, rows in self._report.items():
-            mine, mark = digest(rows), _mark(scope)
-            found: bytes = self._store.compare_set(self._key(f"first{mark}"), "", f"{mine} {self._rank}")
-            first, rank = found.decode().split()
-            if scope:
-                self._store.add(self._key(f"came{mark}"), 1)
-            if first == mine:
-                self._leads += [scope] if int(rank) == self._rank else []
-                continue
-            self._store.add(self._key(f"unlike{mark}"), 1)
-            number = self._store.add(self._key("others"), 1)
-            if number <= _LISTED:
-                self._is_listed = True
-                self._store.set(self._key(f"other/{number}"), json.dumps([self._rank, scope, mine, int(rank)]))
-            self._set_verdict(_Verdict.DIFFERENT)
-            # Where the model is another one, so are its values.
+    def _judge(self) -> None:
+        """Compare what all ranks left: the last one of them does."""
+        if self._store.check([self._key("verdict")]):
+            # One of them failed, and left no row.
             return
+        rows = self._store.multi_get([f"{self._prefix}/row/{rank}" for rank in self._ranks])
+        self._kinds = _kinds_of(dict(zip(self._ranks, map(json.loads, rows), strict=True)))
+        self._set_verdict(_Verdict.DIFFERENT if self._kinds else _Verdict.SAME, _asked(self._kinds))
 
-    def _set_verdict(self, verdict: _Verdict) -> None:
-        mine = f"{verdict.value} {self._rank}"
+    def _set_verdict(self, verdict: _Verdict, asked: Sequence[int] = ()) -> None:
+        mine = json.dumps([verdict.value, self._rank, asked])
         found: bytes = self._store.compare_set(self._key("verdict"), "", mine)
         self._set_it = self._set_it or found.decode() == mine
 
-    def _verdict(self) -> _Verdict:
+    def _verdict(self) -> tuple[_Verdict, int, list[int]]:
+        """The verdict, who set it, and whose reports it asks for."""
         pause = _FIRST_WAIT_S
         while not self._wait(self._key("verdict"), min(pause, self._deadline - time.monotonic())):
             if time.monotonic() >= self._deadline:
                 self._set_verdict(_Verdict.ABSENT)
                 break
             pause = min(2 * pause, _LONGEST_WAIT_S)
-        return _Verdict(self._get("verdict").split()[0])
+        verdict, setter, asked = json.loads(self._store.get(self._key("verdict")))
+        return _Verdict(verdict), setter, asked
 
-    def _reason(self, verdict: _Verdict) -> str:
+    def _reason(self, verdict: _Verdict, setter: int, asked: Sequence[int]) -> str:
         """What to raise on this rank, which did not fail itself."""
-        if verdict is _Verdict.ABSENT:
-            if self._set_it:
-                self._store.set(self._key("message"), self._absence())
-        else:
+        if verdict is _Verdict.FAILED:
             self._wait(self._key("all"), _GRACE_S)
-            if failures := self._listed("failures", "failure"):
-                lines = [f"  rank {rank}: {text}" for rank, text in sorted(failures)]
-                more = self._store.add(self._key("failures"), 0) - len(failures)
-                lines += [f"  and {more} ranks more"] if more else []
-                return "Sharding failed on other ranks, so it was given up here too:\n" + "\n".join(lines)
-            self._report_difference()
+            return _failure_text(*self._failures())
+        if self._rank in asked:
+            self._publish()
+        if self._set_it:
+            absent = verdict is _Verdict.ABSENT
+            message = self._absence() if absent else _difference(self._kinds, {r: self._published(r) for r in asked})
+            self._store.set(self._key("message"), message)
         if self._wait(self._key("message"), _DETAILS_S):
-            return self._get("message")
-        setter = self._get("verdict").split()[1]
+            message_read: bytes = self._store.get(self._key("message"))
+            return message_read.decode()
         return (
             f"Ranks do not agree on what to shard: {verdict.value}, as rank {setter} found, which ended before it "
             f"could say more (rank {self._rank}). Look for the first error in its log."
@@ -319,70 +300,33 @@ class StoreAgreement:
                 break
         number = max(len(absent), len(self._ranks) - self._store.add(self._key("came"), 0))
         return (
-            f"Ranks {Reported.listed(absent, number)} did not come to shard their model within {self._timeout_s:g} s, "
+            f"Ranks {listed(absent, number)} did not come to shard their model within {self._timeout_s:g} s, "
             f"rank {self._rank} waited. See the logs of those ranks, and let every rank shard the same model; all may "
             "call it again. One that shards by itself, with collectives that only pretend, needs check_ranks=False."
         )
 
-    def _report_difference(self) -> None:
-        """Leave this rank's report where it stands for others, and the message where this rank set the verdict."""
-        leads = any(self._store.add(self._key(f"unlike{_mark(scope)}"), 0) for scope in self._leads)
-        if not (self._set_it or leads or self._is_listed):
-            return
-        kinds: dict[tuple[str, int, str], list[int]] = {}
-        for rank, scope, other, first in self._listed("others", "other"):
-            kinds.setdefault((scope, first, other), []).append(rank)
-        read = dict(list(kinds.items())[:_READ])
-        mine = {scope for (scope, first, _), ranks in read.items() if self._rank in (first, ranks[0])}
-        for scope in mine:
-            self._publish(scope)
-        if not self._set_it:
-            return
-        texts = []
-        for scope, first in sorted({(scope, first) for scope, first, _ in read}):
-            known = {rank for (other, _, _), ranks in kinds.items() if other == scope for rank in ranks}
-            of_scope = {key: ranks for key, ranks in read.items() if key[0] == scope}
-            number = self._store.add(self._key(f"unlike{_mark(scope)}"), 0)
-            came = self._store.add(self._key("came" + (_mark(scope) if scope else "")), 0)
-            like_first = [first]
-            if not scope and came == len(self._ranks) and number == len(known):
-                like_first = [rank for rank in self._ranks if rank not in known]
-            found = [Reported(like_first, came - number, self._published(first, scope))]
-            found += [
-                Reported(sorted(ranks), len(ranks), self._published(ranks[0], scope)) for ranks in of_scope.values()
-            ]
-            texts.append(message_of(found, number - sum(map(len, of_scope.values())), scope))
-            if not scope:
-                break
-        self._store.set(self._key("message"), "\n".join(texts))
-
-    def _listed(self, counter: str, name: str) -> list[Any]:
-        """The first entries of a list, in order: ``counter`` counts them."""
-        number = min(self._store.add(self._key(counter), 0), _LISTED)
-        keys = [f"{name}/{each}" for each in range(1, number + 1)]
+    def _failures(self) -> tuple[list[tuple[int, str]], int]:
+        """The first ranks that failed with the words of their errors, and how many more did."""
+        number = self._store.add(self._key("failures"), 0)
+        keys = [self._key(f"failure/{each}") for each in range(1, min(number, _LISTED) + 1)]
         # Each is counted before it is written.
-        return [json.loads(self._get(key)) for key in keys if self._wait(self._key(key), _GRACE_S)]
+        found = [json.loads(self._store.get(key)) for key in keys if self._wait(key, _GRACE_S)]
+        return found, number - len(found)
 
-    def _publish(self, scope: str) -> None:
-        content = zlib.compress(_json(self._report[scope]))
+    def _publish(self) -> None:
+        content = zlib.compress(_json(self._report))
         chunks = [content[start : start + _CHUNK] for start in range(0, len(content), _CHUNK)]
-        name = f"report{_mark(scope)}/{self._rank}"
         for number, chunk in enumerate(chunks):
-            self._store.set(self._key(f"{name}/{number}"), chunk)
-        self._store.set(self._key(name), str(len(chunks)))
+            self._store.set(self._key(f"report/{self._rank}/{number}"), chunk)
+        self._store.set(self._key(f"report/{self._rank}"), str(len(chunks)))
 
-    def _published(self, rank: int, scope: str) -> list[Any] | None:
-        name = f"report{_mark(scope)}/{rank}"
-        if not self._wait(self._key(name), _DETAILS_S):
+    def _published(self, rank: int) -> Report | None:
+        name = self._key(f"report/{rank}")
+        if not self._wait(name, _DETAILS_S):
             return None
-        chunks = range(int(self._get(name)))
-        content = b"".join(self._store.get(self._key(f"{name}/{number}")) for number in chunks)
-        found: list[Any] = json.loads(zlib.decompress(content))
+        content = b"".join(self._store.get(f"{name}/{number}") for number in range(int(self._store.get(name))))
+        found: Report = json.loads(zlib.decompress(content))
         return found
-
-    def _get(self, name: str) -> str:
-        found: bytes = self._store.get(self._key(name))
-        return found.decode()
 
     def _wait(self, key: str, seconds: float) -> bool:
         """Whether ``key`` is there within so long."""
@@ -427,41 +371,65 @@ def _through_collectives(collectives: Collectives, report: Report, error: Except
 
     Raises RankMismatchError: another rank failed, or reports something else.
     """
-    rank = collectives.rank
     failure = None if error is None else words(error)[:_LONGEST_FAILURE]
-    mine = {scope: digest(rows) for scope, rows in report.items()}
-    everyone = list(collectives.all_gather_object((failure, mine)))
+    everyone = list(collectives.all_gather_object((failure, _digests(report))))
     if error is not None:
         return
-    failures = [f"  rank {other}: {text}" for other, (text, _) in enumerate(everyone) if text is not None]
+    failures = [(rank, text) for rank, (text, _) in enumerate(everyone) if text is not None]
     if failures:
-        raise RankMismatchError("Sharding failed on other ranks, so it was given up here too:\n" + "\n".join(failures))
+        raise RankMismatchError(_failure_text(failures))
+    kinds = _kinds_of({rank: digests for rank, (_, digests) in enumerate(everyone)})
+    if kinds:
+        # All ranks know that digests differ.
+        asked = _asked(kinds)
+        spoken = collectives.all_gather_object(_json(report) if collectives.rank in asked else b"")
+        raise RankMismatchError(_difference(kinds, {rank: json.loads(spoken[rank]) for rank in asked}))
+
+
+def _failure_text(failures: Sequence[tuple[int, str]], more: int = 0) -> str:
+    lines = [f"  rank {rank}: {text}" for rank, text in sorted(failures)]
+    lines += [f"  and {more} ranks more"] if more else []
+    return "Sharding failed on other ranks, so it was given up here too:\n" + "\n".join(lines)
+
+
+def _digests(report: Report) -> dict[str, str]:
+    """Of each scope: short, whatever ranks it names."""
+    return {_mark(scope): _digest(rows) for scope, rows in report.items()}
+
+
+def _kinds_of(digests: Mapping[int, Mapping[str, str]]) -> _Kinds:
+    """The scopes in which ranks report different things, each with its ranks by what they report."""
     kinds: dict[str, dict[str, list[int]]] = {}
-    for other, (_, digests) in enumerate(everyone):
-        for scope, found in digests.items():
-            kinds.setdefault(scope, {}).setdefault(found, []).append(other)
-    differing = sorted(scope for scope, of_scope in kinds.items() if len(of_scope) > 1)
-    if not differing:
-        return
-    # All ranks know that digests differ. One of each kind sends its report. Where the model is another one, so are its
-    # values.
-    texts, differing = [], differing[:1] if differing[0] == EVERYONE else differing[:_READ]
-    read = {scope: list(kinds[scope].values())[: _READ + 1] for scope in differing}
-    spoken = {scope: list(report[scope]) for scope in differing if rank in (ranks[0] for ranks in read[scope])}
-    reports = [json.loads(each) for each in collectives.all_gather_object(_json(spoken))]
-    for scope in differing:
-        reported = [Reported(ranks, len(ranks), reports[ranks[0]][scope]) for ranks in read[scope]]
-        unread = sum(map(len, kinds[scope].values())) - sum(map(len, read[scope]))
-        texts.append(message_of(reported, unread, scope))
-    raise RankMismatchError("\n".join(texts))
+    for rank, its in digests.items():
+        for mark, found in its.items():
+            kinds.setdefault(mark, {}).setdefault(found, []).append(rank)
+    differing = sorted(mark for mark, by_digest in kinds.items() if len(by_digest) > 1)
+    # Where the model is another one, so are its values.
+    chosen = differing[:1] if EVERYONE in differing else differing[:_READ]
+    return {mark: list(kinds[mark].values()) for mark in chosen}
+
+
+def _asked(kinds: _Kinds) -> list[int]:
+    """One rank of each kind, of few kinds."""
+    return sorted({ranks[0] for alike in kinds.values() for ranks in alike[: _READ + 1]})
+
+
+def _difference(kinds: _Kinds, reports: Mapping[int, Report | None]) -> str:
+    """The message of all ranks; ``reports``: of those that were asked."""
+    texts = []
+    for mark, alike in kinds.items():
+        read = alike[: _READ + 1]
+        scope = next((scope for each in reports.values() for scope in each or () if _mark(scope) == mark), EVERYONE)
+        found = [Reported(ranks, (reports[ranks[0]] or {}).get(scope)) for ranks in read]
+        texts.append(message_of(found, sum(map(len, alike[len(read) :])), scope))
+    return "\n".join(texts)
 
 
 def _mark(scope: str) -> str:
-    """What keys of the store that belong to ``scope`` end in: short, whatever ranks it names."""
-    return f"/{digest([scope])[:16]}" if scope else ""
+    return _digest([scope])[:16] if scope else EVERYONE
 
 
-def digest(report: Sequence[Any]) -> str:
+def _digest(report: Sequence[Any]) -> str:
     """Of JSON values: equal where they are."""
     return hashlib.sha256(_json(report)).hexdigest()[:32]
 

@@ -35,9 +35,7 @@ class Reported:
     """Ranks whose reports are the same."""
 
     ranks: list[int]
-    """Those that are known, in ascending order."""
-    number: int
-    """How many they are."""
+    """In ascending order."""
     report: list[Any] | None
     """Rows of JSON values, each beginning with its title; None where it could not be read."""
 
@@ -46,11 +44,11 @@ class Reported:
         """The rank that is quoted."""
         return self.ranks[0]
 
-    @staticmethod
-    def listed(ranks: Sequence[int], number: int) -> str:
-        """``ranks`` in words; ``number``: how many there are, unknown ones too."""
-        shown = list(ranks[:_RANKS])
-        return f"{shown}" if len(shown) == number else f"{shown} ({number} in all)"
+
+def listed(ranks: Sequence[int], number: int) -> str:
+    """``ranks`` in words; ``number``: how many there are, unknown ones too."""
+    shown = list(ranks[:_RANKS])
+    return f"{shown}" if len(shown) == number else f"{shown} ({number} in all)"
 
 
 def message_of(reports: Sequence[Reported], unread: int = 0, scope: str = "") -> str:
@@ -60,7 +58,7 @@ def message_of(reports: Sequence[Reported], unread: int = 0, scope: str = "") ->
     the lowest rank. ``unread``: how many ranks more report something else than the first of ``reports``. ``scope``:
     what the ranks have in common that ought to report the same; empty for all ranks.
     """
-    usual = max(reports, key=lambda each: (each.number, -each.speaker))
+    usual = max(reports, key=lambda each: (len(each.ranks), -each.speaker))
     lines = [line for each in sorted(reports, key=lambda each: each.ranks) for line in _against(usual, each, scope)]
     if unread:
         lines.append(f"{unread} ranks more report something else, which was not read.")
@@ -70,7 +68,7 @@ def message_of(reports: Sequence[Reported], unread: int = 0, scope: str = "") ->
 def _against(usual: Reported, other: Reported, scope: str) -> list[str]:
     if other is usual:
         return []
-    who = Reported.listed(other.ranks, other.number)
+    who = listed(other.ranks, len(other.ranks))
     if usual.report is None or other.report is None:
         gone = usual if usual.report is None else other
         return [f"Ranks {who} are about to shard differently; rank {gone.speaker} ended before it could say more."]
@@ -83,7 +81,7 @@ def _against(usual: Reported, other: Reported, scope: str) -> list[str]:
         if len(found) > _SHOWN:
             lines.append(f"  and {len(found) - _SHOWN} differences more")
     if values is not None:
-        subject = f"Rank {other.speaker} holds" if other.number == 1 else f"Ranks {who} hold"
+        subject = f"Rank {other.speaker} holds" if len(other.ranks) == 1 else f"Ranks {who} hold"
         lines.append(difference_text(usual.speaker, subject, *values, scope))
     return lines
 
