@@ -69,18 +69,16 @@ class Events:
     def observers(self, unit: UnitSpec) -> tuple[Observer, ...]:
         """What the listeners want to watch ``unit`` with, in the order of the listeners.
 
-        Raises ``PluginContractError`` for an answer that is no ``Observer``.
+        Raises ``PluginContractError`` for an answer that cannot be called.
         """
         answers = tuple(self._call("make_observer", unit=unit))
         for answer in answers:
-            if not isinstance(answer, Observer):
+            if not callable(answer):
                 asked = ", ".join(repr(each.plugin_name) for each in self._manager.hook.make_observer.get_hookimpls())
-                methods = [name for name in vars(Observer) if not name.startswith("_")]
-                missing = [name for name in methods if not hasattr(answer, name)]
                 raise PluginContractError(
                     f"make_observer of listener {asked} answered {type(answer).__module__}:{type(answer).__qualname__} "
-                    f"for unit {unit.label!r}, which is no Observer: it lacks {', '.join(missing)}. Add the "
-                    "methods, or return None."
+                    f"for unit {unit.label!r}, which cannot be called. An observer is a function of one UnitEvent, and "
+                    "no object with a method for each moment, as it once was. Return one, or None."
                 )
         return answers
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import enum
 import importlib.util
 import os
 import sys
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from polyshard import hookimpl
 from polyshard.errors import ConfigError
-from polyshard.interfaces import Clock, Listener, Observer, PluginContext, StreamClock, UnitSpec
+from polyshard.interfaces import (
+    Clock,
+    Listener,
+    Observer,
+    PluginContext,
+    StreamClock,
+    UnitEvent,
+    UnitOperation,
+    UnitSpec,
+)
 
 from .finite import rank_of
 from .precision import whole_number
@@ -73,13 +81,17 @@ class Trace(Listener):
         self._device = context.device
         self._clock = StreamClock(context.device) if context.device.type == "cuda" else Clock()
         self._begun = 0
-        self._observer = _UnitObserver()
+        self._recording: Recording | None = None
         self._pending: list[Recording] = []
 
     @hookimpl
     def make_observer(self, unit: UnitSpec) -> Observer | None:
         """One for all units; None on a rank that writes nothing."""
-        return self._observer if self._traces else None
+        return self._observe if self._traces else None
+
+    def _observe(self, event: UnitEvent) -> None:
+        if self._recording is not None:
+            self._recording.mark(event)
 
     @hookimpl
     def step_begin(self) -> None:
@@ -102,11 +114,11 @@ class Trace(Listener):
             return
         self._write_complete()
         if wanted:
-            self._observer.recording = Recording(self._begun, self._rank, self._device, self._clock)
+            self._recording = Recording(self._begun, self._rank, self._device, self._clock)
 
     @hookimpl
     def step_end(self) -> None:
-        if self._observer.recording is not None:
+        if self._recording is not None:
             self._stop()
             self._write_complete()
 
@@ -127,9 +139,8 @@ class Trace(Listener):
         self.flush()
 
     def _stop(self) -> None:
-        recording = self._observer.recording
+        recording, self._recording = self._recording, None
         if recording is not None:
-            self._observer.recording = None
             recording.end()
             self._pending.append(recording)
 
@@ -149,55 +160,12 @@ class Trace(Listener):
             warnings.warn(f"Step {trace.step} was traced, but {path} cannot be written: {error!r}", stacklevel=2)
 
 
-class Kind(enum.Enum):
-    """The method of the observer that made a mark."""
-
-    UNSHARD = enum.auto()
-    UNSHARDED = enum.auto()
-    COMPUTE = enum.auto()
-    COMPUTED = enum.auto()
-    WAIT = enum.auto()
-    WAITED = enum.auto()
-    REDUCE = enum.auto()
-    REDUCED = enum.auto()
-    RESHARD = enum.auto()
-
-
-_BEGINS = {Kind.UNSHARD: Lane.GATHER, Kind.COMPUTE: Lane.COMPUTE, Kind.WAIT: Lane.WAIT, Kind.REDUCE: Lane.REDUCE}
-_ENDS = {Kind.UNSHARDED: Lane.GATHER, Kind.COMPUTED: Lane.COMPUTE, Kind.WAITED: Lane.WAIT, Kind.REDUCED: Lane.REDUCE}
-#: Marks of the stream that computes, which also note the memory taken.
-_WITH_MEMORY = frozenset({Kind.COMPUTE, Kind.COMPUTED, Kind.RESHARD})
-
-
-def _marks(kind: Kind) -> Callable[..., None]:
-    """An observer's method."""
-
-    def mark(self: _UnitObserver, unit: UnitSpec, backward: bool = False) -> None:
-        if self.recording is not None:
-            self.recording.mark(kind, unit, backward)
-
-    return mark
-
-
-class _UnitObserver(Observer):
-    """Marks the operations of units while a step is recorded."""
-
-    __slots__ = ("recording",)
-
-    def __init__(self) -> None:
-        self.recording: Recording | None = None
-
-    unshard, unsharded = _marks(Kind.UNSHARD), _marks(Kind.UNSHARDED)
-    compute, computed = _marks(Kind.COMPUTE), _marks(Kind.COMPUTED)
-    wait, waited = _marks(Kind.WAIT), _marks(Kind.WAITED)
-    reduce, reduced = _marks(Kind.REDUCE), _marks(Kind.REDUCED)
-    reshard = _marks(Kind.RESHARD)
+#: Operations of the stream that computes, whose marks also note the memory taken.
+_WITH_MEMORY = frozenset({UnitOperation.COMPUTE, UnitOperation.RELEASE})
 
 
 class _Mark(NamedTuple):
-    kind: Kind
-    unit: UnitSpec
-    backward: bool
+    event: UnitEvent
     stamp: Any
     memory: tuple[int, int] | None
 
@@ -216,10 +184,10 @@ class Recording:
         self._end: Any = None
         self._memory_at_end: tuple[int, int] | None = None
 
-    def mark(self, kind: Kind, unit: UnitSpec, backward: bool = False) -> None:
+    def mark(self, event: UnitEvent) -> None:
         """The operation is at this point of the current stream."""
         stamp = self._clock.stamp()
-        self._marks.append(_Mark(kind, unit, backward, stamp, self._clock.memory() if kind in _WITH_MEMORY else None))
+        self._marks.append(_Mark(event, stamp, self._clock.memory() if event.operation in _WITH_MEMORY else None))
 
     def end(self) -> None:
         """The step ends at this point of the current stream."""
@@ -250,30 +218,30 @@ class Recording:
         )
 
     def _spans(self, times: list[float], duration: float) -> list[Span]:
-        begun: dict[tuple[Lane, UnitSpec, bool], deque[int]] = defaultdict(deque)
+        begun: dict[tuple[UnitOperation, UnitSpec, bool], deque[int]] = defaultdict(deque)
         ended: dict[int, float] = {}
-        for position, mark in enumerate(self._marks):
-            if (lane := _BEGINS.get(mark.kind)) is not None:
-                begun[lane, mark.unit, mark.backward].append(position)
-            elif (lane := _ENDS.get(mark.kind)) is not None:
-                open_ones = begun[lane, mark.unit, mark.backward]
-                if open_ones:
-                    # A recomputation ends before the backward that holds it; gathers and reductions end in order.
-                    ended[open_ones.pop() if lane is Lane.COMPUTE else open_ones.popleft()] = times[position]
+        for position, (event, *_) in enumerate(self._marks):
+            open_ones = begun[event.operation, event.unit, event.backward]
+            if event.begins:
+                open_ones.append(position)
+            elif open_ones:
+                # A recomputation ends before the backward that holds it; gathers and reductions end in order.
+                first = open_ones.pop() if event.operation is UnitOperation.COMPUTE else open_ones.popleft()
+                ended[first] = times[position]
         return [
             Span(
-                lane=_BEGINS[mark.kind],
-                unit=mark.unit.label,
+                lane=Lane(event.operation),
+                unit=event.unit.label,
                 start_us=times[position],
                 end_us=ended.get(position, max(duration, times[position])),
-                backward=mark.backward,
-                nbytes=_nbytes(mark.unit),
-                dtype=str(mark.unit.master_dtype).removeprefix("torch."),
+                backward=event.backward,
+                nbytes=_nbytes(event.unit),
+                dtype=str(event.unit.master_dtype).removeprefix("torch."),
                 finished=position in ended,
-                over=mark.unit.ranks,
+                over=event.unit.ranks,
             )
-            for position, mark in enumerate(self._marks)
-            if mark.kind in _BEGINS
+            for position, (event, *_) in enumerate(self._marks)
+            if event.begins and event.operation is not UnitOperation.RELEASE
         ]
 
     def _samples(self, times: list[float], duration: float) -> list[MemorySample]:
@@ -284,13 +252,13 @@ class Recording:
         on_host = type(self._clock) is Clock
         samples = [_sample(0.0, 0, self._memory_at_begin)]
         gathered: dict[UnitSpec, int] = {}
-        for mark, at in zip(self._marks, times, strict=True):
-            if mark.kind is Kind.UNSHARD:
-                gathered[mark.unit] = _nbytes(mark.unit)
-            elif mark.kind is Kind.RESHARD:
-                gathered.pop(mark.unit, None)
-            if on_host or mark.memory is not None:
-                samples.append(_sample(at, sum(gathered.values()), mark.memory))
+        for (event, _, memory), at in zip(self._marks, times, strict=True):
+            if event.operation is UnitOperation.RELEASE:
+                gathered.pop(event.unit, None)
+            elif event.operation is UnitOperation.GATHER and event.begins:
+                gathered[event.unit] = _nbytes(event.unit)
+            if on_host or memory is not None:
+                samples.append(_sample(at, sum(gathered.values()), memory))
         samples.append(_sample(duration, sum(gathered.values()), self._memory_at_end))
         return samples
 

@@ -21,7 +21,7 @@ from polyshard.config import ShardConfig
 from polyshard.errors import PolyshardError
 from polyshard.events import Events
 from polyshard.hookspecs import hookimpl
-from polyshard.interfaces import Group, Listener, Observer, UnitSpec
+from polyshard.interfaces import Group, Listener, Observer, UnitEvent, UnitOperation, UnitSpec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 
 _HOOKS = [name for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT_NAME}_spec")]
-#: Methods of an observer, with their arguments.
-_OBSERVER = dict.fromkeys(("unshard", "unsharded", "wait", "waited", "reduce", "reduced", "reshard"), "unit")
-_OBSERVER |= dict.fromkeys(("compute", "computed"), "unit, backward")
 
 
 class _PlannedError(Exception):
@@ -129,7 +126,7 @@ class ListenerSuite(LocalPluginSuite):
             marked = hasattr(method, f"{hookspecs.PROJECT_NAME}_impl")
             assert method is None or marked, f"{name} is the name of a hook: mark it with polyshard.hookimpl"
 
-    def test_observers_have_all_methods(self) -> None:
+    def test_observers_take_an_event(self) -> None:
         events = self._events()
         for unit in self._units():
             try:
@@ -137,7 +134,7 @@ class ListenerSuite(LocalPluginSuite):
             except PolyshardError as error:
                 pytest.fail(str(error))
             for observer in observers:
-                _check_signatures(observer, unit)
+                _check_signature(observer, unit)
 
     def test_training_gives_the_same_numbers_as_without_it(self) -> None:
         self._same_numbers(_train)
@@ -200,7 +197,7 @@ class ListenerSuite(LocalPluginSuite):
         try:
             events = Events([("listener", listener)])
             for observer in events.observers(self._units()[0]):
-                _check_signatures(observer, self._units()[0])
+                _check_signature(observer, self._units()[0])
         except (PolyshardError, AssertionError) as error:
             pytest.skip(f"its hooks or observers do not fit: {error}")
         return self.make()
@@ -313,13 +310,12 @@ def _seeds(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _check_signatures(observer: Observer, unit: UnitSpec) -> None:
-    for name, arguments in _OBSERVER.items():
-        signature = inspect.signature(getattr(observer, name))
-        try:
-            signature.bind(*((unit, True) if "backward" in arguments else (unit,)))
-        except TypeError as error:
-            raise AssertionError(f"{name}{signature} of the observer must take ({arguments}): {error}") from error
+def _check_signature(observer: Observer, unit: UnitSpec) -> None:
+    signature = inspect.signature(observer)
+    try:
+        signature.bind(UnitEvent(UnitOperation.GATHER, unit))
+    except TypeError as error:
+        raise AssertionError(f"the observer {signature} must take (event): {error}") from error
 
 
 def _equal(one: Sequence[Values], other: Sequence[Values]) -> bool:
@@ -391,7 +387,7 @@ class Watched(Listener):
 
     @contextmanager
     def inside(self, call: str, model: torch.nn.Module | None = None) -> Iterator[None]:
-        """The listener runs, called by the hook or the observer's method ``call``."""
+        """The listener runs, called by the hook or for the event ``call``."""
         before = None if model is None else ModuleState.of(model, values=False)
         self._calls.append(call)
         try:
@@ -432,23 +428,12 @@ class Watched(Listener):
         return handed_on
 
     @hookimpl
-    def make_observer(self, unit: UnitSpec) -> Any:
+    def make_observer(self, unit: UnitSpec) -> Observer | None:
         with self.inside("make_observer"):
             made = self._events.observers(unit)
-        return _WatchedObserver(self, made[0]) if made else None
 
+        def handed_on(event: UnitEvent) -> None:
+            with self.inside(f"{event.operation} of an observer"):
+                made[0](event)
 
-class _WatchedObserver:
-    """Hands every call on to an observer, while ``watched`` looks."""
-
-    def __init__(self, watched: Watched, observer: Observer) -> None:
-        for name in _OBSERVER:
-            setattr(self, name, self._method(watched, name, getattr(observer, name)))
-
-    @staticmethod
-    def _method(watched: Watched, name: str, called: Callable[..., None]) -> Callable[..., None]:
-        def handed_on(*arguments: Any) -> None:
-            with watched.inside(name):
-                called(*arguments)
-
-        return handed_on
+        return handed_on if made else None

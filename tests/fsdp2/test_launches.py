@@ -32,7 +32,7 @@ from parity import (
     train_reference,
     units_of,
 )
-from polyshard.interfaces import Observer, PluginContext, UnitSpec
+from polyshard.interfaces import Observer, PluginContext, UnitEvent, UnitOperation, UnitSpec
 from polyshard.planning import thresholds
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.gloo import GlooCollectives
@@ -197,22 +197,15 @@ class Gathered:
 
     @polyshard.hookimpl
     def make_observer(self, unit: UnitSpec) -> Observer:
-        return self
+        return self.observe
 
-    def unshard(self, unit: UnitSpec) -> None:
-        self.now += sum(self.nbytes[name] for name in unit.parameter_names)
-        self.peak = max(self.peak, self.now)
-
-    def reshard(self, unit: UnitSpec) -> None:
-        self.now -= sum(self.nbytes[name] for name in unit.parameter_names)
-
-    def unsharded(self, unit: UnitSpec) -> None: ...
-    def compute(self, unit: UnitSpec, backward: bool) -> None: ...
-    def computed(self, unit: UnitSpec, backward: bool) -> None: ...
-    def wait(self, unit: UnitSpec) -> None: ...
-    def waited(self, unit: UnitSpec) -> None: ...
-    def reduce(self, unit: UnitSpec) -> None: ...
-    def reduced(self, unit: UnitSpec) -> None: ...
+    def observe(self, event: UnitEvent) -> None:
+        nbytes = sum(self.nbytes[name] for name in event.unit.parameter_names)
+        if event.operation is UnitOperation.RELEASE:
+            self.now -= nbytes
+        elif event.operation is UnitOperation.GATHER and event.begins:
+            self.now += nbytes
+            self.peak = max(self.peak, self.now)
 
 
 @pytest.mark.parametrize("batch_nbytes", [1, "128 MiB"])

@@ -15,7 +15,7 @@ import polyshard
 import pytest
 import torch
 from cuda_models import sharded
-from polyshard.interfaces import Observer, UnitSpec
+from polyshard.interfaces import UnitEvent, UnitOperation
 from polyshard.planning import thresholds
 from polyshard.runtime.root import Root
 from processes import KeptRanks, gpu_ranks, settle_on_device
@@ -95,10 +95,9 @@ class TwoBranches(nn.Module):
         return x
 
 
-class LateReductions(Observer):
-    """Holds the stream that reduces up, which has yet to read its input."""
-
-    def reduce(self, unit: UnitSpec) -> None:
+def delay_reductions(event: UnitEvent) -> None:
+    """Hold the stream that reduces up, which has yet to read its input."""
+    if event.begins and event.operation is UnitOperation.REDUCE:
         torch.cuda._sleep(CYCLES_OF_DELAY)
 
 
@@ -114,7 +113,7 @@ def train(rank: int, late: str, direct: bool, settings: dict[str, Any]) -> tuple
     expected = torch.optim.SGD(reference.parameters(), lr=1e-3)
     root: Root = model.__dict__["_polyshard_module_state"].root
     for unit in root.units:
-        unit.observers = (LateReductions(),)
+        unit.observers = (delay_reductions,)
     loss_off = 0.0
     # A parameter that two streams use gathers its gradient on the first of them, and torch says so.
     warnings.filterwarnings("ignore", message=".*AccumulateGrad node's stream")
@@ -187,7 +186,7 @@ def written_behind_an_exception(rank: int) -> float:
     gradients = {each.grad.to_local().untyped_storage().nbytes() for each in model.parameters()}
     root: Root = model.__dict__["_polyshard_module_state"].root
     for unit in root.units:
-        unit.observers = (LateReductions(),)
+        unit.observers = (delay_reductions,)
     model[1].armed = True
     with pytest.raises(ArithmeticError, match="in backward"):
         model(x).square().mean().backward()

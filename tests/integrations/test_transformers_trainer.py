@@ -686,7 +686,7 @@ def test_a_trainer_that_saves_and_evaluates_in_its_own_way_is_given_a_whole_mode
 def generate(rank: int, family: str) -> dict[str, Any]:
     quiet()
     import polyshard
-    from polyshard.interfaces import Listener, Observer, UnitSpec
+    from polyshard.interfaces import Listener, Observer, UnitEvent, UnitOperation, UnitSpec
     from polyshard_transformers import register_generate
 
     plain = make_model(family).eval()
@@ -695,12 +695,16 @@ def generate(rank: int, family: str) -> dict[str, Any]:
     wanted = plain.generate(prompt, **settings)
     gathers: list[str] = []
 
+    def count(event: UnitEvent) -> None:
+        if event.begins and event.operation is UnitOperation.GATHER:
+            gathers.append(event.unit.name)
+
     class Gathers(Listener):
         api_version = 1
 
         @polyshard.hookimpl
         def make_observer(self, unit: UnitSpec) -> Observer:
-            return _Counting(gathers)
+            return count
 
     model = polyshard.shard(make_model(family).eval(), shard_config(listeners=[Gathers()]))
     register_generate(model)
@@ -709,17 +713,6 @@ def generate(rank: int, family: str) -> dict[str, Any]:
     # A step afterwards releases and gathers as ever.
     model(input_ids=prompt, labels=prompt).loss.backward()
     return {"got": got, "wanted": wanted, "gathers": counted, "units": polyshard.report(model).units}
-
-
-class _Counting:
-    def __init__(self, gathers: list[str]) -> None:
-        self._gathers = gathers
-
-    def unshard(self, unit: Any) -> None:
-        self._gathers.append(unit.name)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])

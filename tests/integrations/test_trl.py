@@ -62,17 +62,6 @@ def share_of_even_tokens(completion_ids: list[list[int]], **_: Any) -> list[floa
     return [sum(token % 2 == 0 for token in each) / len(each) for each in completion_ids]
 
 
-class CountsGathers:
-    def __init__(self, gathers: list[str]) -> None:
-        self._gathers = gathers
-
-    def unshard(self, unit: Any) -> None:
-        self._gathers.append(unit.name)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
-
-
 @contextmanager
 def repeatable(first: int) -> Iterator[None]:
     """Let the same row of the global batch draw the same tokens, whichever rank has it; ``first``: this rank's."""
@@ -139,7 +128,7 @@ def train_both(rank: int, folder: str, kind: str, settings: dict[str, Any]) -> d
     """A sharded run; on rank 0, TRL's own, too."""
     quiet()
     import polyshard
-    from polyshard.interfaces import Listener, Observer, UnitSpec
+    from polyshard.interfaces import Listener, Observer, UnitEvent, UnitOperation, UnitSpec
     from transformers import TrainerCallback
 
     if rank == 0:
@@ -150,12 +139,16 @@ def train_both(rank: int, folder: str, kind: str, settings: dict[str, Any]) -> d
     gathers: list[str] = []
     generated: list[int] = []
 
+    def count(event: UnitEvent) -> None:
+        if event.begins and event.operation is UnitOperation.GATHER:
+            gathers.append(event.unit.name)
+
     class Gathers(Listener):
         api_version = 1
 
         @polyshard.hookimpl
         def make_observer(self, unit: UnitSpec) -> Observer:
-            return CountsGathers(gathers)
+            return count
 
     class CountsGenerate(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:

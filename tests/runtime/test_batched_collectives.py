@@ -24,7 +24,7 @@ from parity import (
     train_reference,
     units_of,
 )
-from polyshard.interfaces import Collectives, Observer, PluginContext, UnitSpec, Work
+from polyshard.interfaces import Collectives, Observer, PluginContext, UnitEvent, UnitOperation, UnitSpec, Work
 from polyshard.planning.groups import UnitRanks
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
@@ -195,34 +195,25 @@ class Log:
 
     @polyshard.hookimpl
     def make_observer(self, unit: UnitSpec) -> Observer:
-        return self
+        return self.observe
 
-    def unshard(self, unit: UnitSpec) -> None:
-        self.gathered.add(unit.name)
-        self.peak = max(self.peak, sum(self.nbytes[name] for name in self.gathered))
-        self._note("unshard", unit)
-
-    def unsharded(self, unit: UnitSpec) -> None:
-        assert unit.name in self.gathered
-        self._note("unsharded", unit)
-
-    def compute(self, unit: UnitSpec, backward: bool) -> None:
-        self._note("backward" if backward else "forward", unit)
-
-    def computed(self, unit: UnitSpec, backward: bool) -> None: ...
-
-    def wait(self, unit: UnitSpec) -> None: ...
-
-    def waited(self, unit: UnitSpec) -> None: ...
-
-    def reduce(self, unit: UnitSpec) -> None:
-        self._note("reduce", unit)
-
-    def reduced(self, unit: UnitSpec) -> None: ...
-
-    def reshard(self, unit: UnitSpec) -> None:
-        self.gathered.remove(unit.name)
-        self._note("reshard", unit)
+    def observe(self, event: UnitEvent) -> None:
+        unit = event.unit
+        match event.operation, event.begins:
+            case UnitOperation.GATHER, True:
+                self.gathered.add(unit.name)
+                self.peak = max(self.peak, sum(self.nbytes[name] for name in self.gathered))
+                self._note("unshard", unit)
+            case UnitOperation.GATHER, False:
+                assert unit.name in self.gathered
+                self._note("unsharded", unit)
+            case UnitOperation.COMPUTE, True:
+                self._note("backward" if event.backward else "forward", unit)
+            case UnitOperation.REDUCE, True:
+                self._note("reduce", unit)
+            case UnitOperation.RELEASE, _:
+                self.gathered.remove(unit.name)
+                self._note("reshard", unit)
 
     def take(self) -> list[str]:
         events, self.events = self.events, []

@@ -23,7 +23,7 @@ from parity import (
     train_reference,
     units_of,
 )
-from polyshard.interfaces import Observer, UnitSpec
+from polyshard.interfaces import Observer, UnitEvent, UnitOperation, UnitSpec
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -47,48 +47,43 @@ class Log:
 
     @polyshard.hookimpl
     def make_observer(self, unit: UnitSpec) -> Observer:
-        return self
+        return self.observe
 
-    def unshard(self, unit: UnitSpec) -> None:
-        # A unit that an earlier forward left gathered is filled again in place: its master may have changed since.
-        self.gathered.add(unit.name)
-        self.peak = max(self.peak, len(self.gathered - {""}))
-        self.arrived.discard(unit.name)
-        self._note("unshard", unit)
-
-    def unsharded(self, unit: UnitSpec) -> None:
-        assert unit.name in self.gathered
-        self.arrived.add(unit.name)
-
-    def compute(self, unit: UnitSpec, backward: bool) -> None:
-        assert unit.name in self.arrived
-        self.computing.append((unit.name, backward))
-        self._note("backward" if backward else "forward", unit)
-
-    def computed(self, unit: UnitSpec, backward: bool) -> None:
-        self.computing.remove((unit.name, backward))
-
-    def wait(self, unit: UnitSpec) -> None:
-        self.waiting.append(unit.name)
-
-    def waited(self, unit: UnitSpec) -> None:
-        # Nothing is issued for another unit in between.
-        assert unit.name == self.waiting.pop()
-
-    def reduce(self, unit: UnitSpec) -> None:
-        # Parameters and reduction buffers are not alive together.
-        assert unit.name not in self.gathered
-        self.reducing.append(unit.name)
-        self._note("reduce", unit)
-
-    def reduced(self, unit: UnitSpec) -> None:
-        # In the order in which they were issued.
-        assert unit.name == self.reducing.pop(0)
-
-    def reshard(self, unit: UnitSpec) -> None:
-        self.gathered.remove(unit.name)
-        self.arrived.discard(unit.name)
-        self._note("reshard", unit)
+    def observe(self, event: UnitEvent) -> None:
+        unit, name = event.unit, event.unit.name
+        match event.operation, event.begins:
+            case UnitOperation.GATHER, True:
+                # What an earlier forward left gathered is filled again in place: its master may have changed since.
+                self.gathered.add(name)
+                self.peak = max(self.peak, len(self.gathered - {""}))
+                self.arrived.discard(name)
+                self._note("unshard", unit)
+            case UnitOperation.GATHER, False:
+                assert name in self.gathered
+                self.arrived.add(name)
+            case UnitOperation.COMPUTE, True:
+                assert name in self.arrived
+                self.computing.append((name, event.backward))
+                self._note("backward" if event.backward else "forward", unit)
+            case UnitOperation.COMPUTE, False:
+                self.computing.remove((name, event.backward))
+            case UnitOperation.WAIT, True:
+                self.waiting.append(name)
+            case UnitOperation.WAIT, False:
+                # Nothing is issued for another unit in between.
+                assert name == self.waiting.pop()
+            case UnitOperation.REDUCE, True:
+                # Parameters and reduction buffers are not alive together.
+                assert name not in self.gathered
+                self.reducing.append(name)
+                self._note("reduce", unit)
+            case UnitOperation.REDUCE, False:
+                # In the order in which they were issued.
+                assert name == self.reducing.pop(0)
+            case UnitOperation.RELEASE, _:
+                self.gathered.remove(name)
+                self.arrived.discard(name)
+                self._note("reshard", unit)
 
     def take(self) -> list[str]:
         """The events so far, which are forgotten."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from polyshard import hookimpl
-from polyshard.interfaces import Listener, Observer, PluginContext, UnitSpec
+from polyshard.interfaces import Listener, Observer, PluginContext, UnitEvent, UnitOperation, UnitSpec
 from polyshard_testing import ListenerSuite, plugin_context
 from suite_faults import EVERY_PLUGINS, WITH_OTHERS, Fault, failing, fault, names_of, rules_of
 from torch import nn
@@ -52,21 +52,13 @@ class Sound(Listener):
     @hookimpl
     def make_observer(self, unit: UnitSpec) -> Observer | None:
         self.units.add(unit.name)
-        return self
+        return self.observe
 
-    def unshard(self, unit: UnitSpec) -> None:
-        return None
-
-    unsharded = wait = waited = reduced = reshard = unshard
-
-    def compute(self, unit: UnitSpec, backward: bool) -> None:
-        return None
-
-    def computed(self, unit: UnitSpec, backward: bool) -> None:
-        self.backwards += backward
-
-    def reduce(self, unit: UnitSpec) -> None:
-        self.reductions.append(unit.name)
+    def observe(self, event: UnitEvent) -> None:
+        if event.operation is UnitOperation.REDUCE and event.begins:
+            self.reductions.append(event.unit.name)
+        elif event.operation is UnitOperation.COMPUTE and not event.begins:
+            self.backwards += event.backward
 
 
 class TestSoundListener(ListenerSuite):
@@ -81,12 +73,11 @@ class Unmarked(Sound):
         self.backwards = 0
 
 
-class NoReshard(Sound):
-    """Leaves a method of an observer out."""
+class TakesUnits(Sound):
+    """Has an observer of other arguments."""
 
-    @hookimpl
-    def make_observer(self, unit: UnitSpec) -> Observer | None:
-        return object()  # type: ignore[return-value]
+    def observe(self, unit: UnitSpec, backward: bool) -> None:  # type: ignore[override]
+        return None
 
 
 class ExpectsReductions(Sound):
@@ -133,12 +124,11 @@ class OneComputation(Sound):
     def step_begin(self, model: nn.Module) -> None:
         self.computing.clear()
 
-    def compute(self, unit: UnitSpec, backward: bool) -> None:
-        assert unit.name not in self.computing
-        self.computing.add(unit.name)
-
-    def computed(self, unit: UnitSpec, backward: bool) -> None:
-        self.computing.discard(unit.name)
+    def observe(self, event: UnitEvent) -> None:
+        if event.operation is not UnitOperation.COMPUTE:
+            return
+        assert event.begins is (event.unit.name not in self.computing)
+        self.computing ^= {event.unit.name}
 
 
 class ExpectsAllUnits(Sound):
@@ -199,14 +189,14 @@ class ReadsTheDevice(Sound):
         super().__init__(context)
         self.total = torch.zeros(1, device=context.device)
 
-    def reduce(self, unit: UnitSpec) -> None:
-        self.total += unit.numel
+    def observe(self, event: UnitEvent) -> None:
+        self.total += event.unit.numel
         assert self.total.item() > 0
 
 
 CASES: list[tuple[type[Sound], str]] = [
     (Unmarked, "hooks_exist_and_take_their_arguments"),
-    (NoReshard, "observers_have_all_methods"),
+    (TakesUnits, "observers_take_an_event"),
     (ExpectsReductions, "training_gives_the_same_numbers_as_without_it"),
     (Averages, "a_forward_without_a_backward"),
     (ExpectsEnds, "a_step_after_one_that_failed"),

@@ -24,7 +24,7 @@ from .collectives import (
     Work,
 )
 from .context import CURRENT_API, OLDEST_API, Constructor, Group, PluginContext, RankAndSize
-from .listener import Clock, Listener, Observer, StreamClock
+from .listener import Clock, Listener, Observer, StreamClock, UnitEvent, UnitOperation
 from .offload import OffloadCapabilities, OffloadManager
 from .options import bytes_of, resolve_callable, resolve_class, resolve_classes, resolve_object
 from .precision import (
@@ -79,6 +79,8 @@ __all__ = [
     "ReduceOp",
     "StreamClock",
     "UnitDtypes",
+    "UnitEvent",
+    "UnitOperation",
     "UnitPlan",
     "UnitSpec",
     "WeightPiece",

@@ -2,64 +2,62 @@
 
 from __future__ import annotations
 
+import enum
 import time
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from .units import UnitSpec
 
 
-@runtime_checkable
-class Observer(Protocol):
-    """Called when one unit's operations begin and end, as the host issues them.
+class UnitOperation(enum.StrEnum):
+    """What a unit does in a step."""
 
-    A listener's ``make_observer`` hook returns one, or None, for each unit at wrap. The stream of the operation is
-    current in every call, so that an event recorded there marks the begin or end on the device; operations on the host
-    begin and end at the call.
+    GATHER = "gather"
+    """Its parameters are gathered; also where no release came before."""
+    COMPUTE = "compute"
+    """Its module's forward or backward."""
+    WAIT = "wait"
+    """The stream that computes waits: for the unit's gather, or for room for its reduction."""
+    REDUCE = "reduce"
+    """Its gradients are reduced. The end is where the result is delivered."""
+    RELEASE = "release"
+    """Its gather buffer was released, on the stream that computes. It has no end."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitEvent:
+    """An operation of one unit begins or ends, as the host issues it.
+
+    The stream of the operation is current meanwhile, so that an event recorded there marks the begin or end on the
+    device; operations on the host begin and end at the call.
 
     A begin may have no end: a step may fail. A unit may be gathered and never compute, and may compute several times
     between two gathers; under activation checkpointing, a backward contains another forward. A unit computes while
     units inside of it do, and while it waits for them.
-
-    Methods must not issue collectives, synchronize with the device, or raise. The methods here do nothing.
     """
 
-    def unshard(self, unit: UnitSpec) -> None:
-        """The unit's gather is about to be issued, on the current stream; also where no reshard came before."""
-        return None
+    operation: UnitOperation
+    unit: UnitSpec
+    begins: bool = True
+    """Whether it begins, and does not end."""
+    backward: bool = False
+    """Of a computation, whether it is the backward, or a forward that is repeated in one."""
 
-    def unsharded(self, unit: UnitSpec) -> None:
-        """The gather ends at this point of the current stream; on the host, it has ended."""
-        return None
 
-    def compute(self, unit: UnitSpec, backward: bool) -> None:
-        """The unit's forward, or backward, starts at this point of the current stream."""
-        return None
+class Observer(Protocol):
+    """A listener's ``make_observer`` hook returns one, or None, for each unit at wrap.
 
-    def computed(self, unit: UnitSpec, backward: bool) -> None:
-        """The unit's forward, or backward, ended at this point of the current stream."""
-        return None
+    It must not issue collectives, synchronize with the device, or raise.
+    """
 
-    def wait(self, unit: UnitSpec) -> None:
-        """The stream that computes waits from this point on: for the unit's gather, or for room for its reduction."""
-        return None
-
-    def waited(self, unit: UnitSpec) -> None:
-        """The wait ends at this point at the latest."""
-        return None
-
-    def reduce(self, unit: UnitSpec) -> None:
-        """The unit's gradient reduction is about to be issued, on the current stream."""
-        return None
-
-    def reduced(self, unit: UnitSpec) -> None:
-        """The reduction's result is delivered at this point of the current stream."""
-        return None
-
-    def reshard(self, unit: UnitSpec) -> None:
-        """The unit's gather buffer was released, on the stream that computes."""
-        return None
+    @abstractmethod
+    def __call__(self, event: UnitEvent, /) -> None:
+        """Called with each event of the unit."""
+        ...
 
 
 class Listener:

@@ -21,6 +21,8 @@ from ..interfaces import (
     Observer,
     OffloadManager,
     PrecisionCaster,
+    UnitEvent,
+    UnitOperation,
     UnitSpec,
     WireSpec,
     Work,
@@ -105,7 +107,7 @@ def wait_quietly(works: Iterable[Work]) -> None:
 def end_gather(unit: Gatherable) -> None:
     """Call the observers: the gather ends at the present point of the current stream."""
     for observer in unit.observers:
-        observer.unsharded(unit.spec)
+        observer(UnitEvent(UnitOperation.GATHER, unit.spec, begins=False))
 
 
 def _start_one(unit: Gatherable) -> Work:
@@ -114,7 +116,7 @@ def _start_one(unit: Gatherable) -> Work:
     if buffer.divided:
         return _start_many(group, (unit,))
     for observer in unit.observers:
-        observer.unshard(unit.spec)
+        observer(UnitEvent(UnitOperation.GATHER, unit.spec))
     if source.wire is not None and group is not None:
         encoded = _EncodedGather(group, [unit])
         return encoded.behind(issued(group.all_gather(*encoded.pairs[0]), "all_gather", group, unit.spec))
@@ -132,7 +134,7 @@ def _start_one(unit: Gatherable) -> Work:
 def _start_many(group: Collectives | None, units: Sequence[Gatherable]) -> Work:
     for unit in units:
         for observer in unit.observers:
-            observer.unshard(unit.spec)
+            observer(UnitEvent(UnitOperation.GATHER, unit.spec))
     plain = [unit for unit in units if unit.source.wire is None]
     here = [unit for unit in plain if unit.source.keeper is None]
     behind = [each for unit in plain for each in unit.buffer.behind]

@@ -34,6 +34,7 @@ from torch import nn
 
 from .. import _torch_private
 from ..errors import ParameterMovedError, StateError, UnshardedUseError, UnsupportedError
+from ..interfaces import UnitEvent, UnitOperation
 from ..nested import CopiedContainers, distinct_tensors
 from .activation_checkpoint import Checkpointed, Region, Running, may_have_backward, running
 from .boundary import Hook, adopt_in_place, exchanged, pass_through, pass_through_in, watch_output
@@ -318,7 +319,7 @@ class ForwardHooks:
             if unit.trainable and list(map(gradient_of, unit.leaves)) != unit.no_gradients:
                 root.end_inner_backward()
             for observer in unit.observers:
-                observer.computed(unit.spec, False)
+                observer(UnitEvent(UnitOperation.COMPUTE, unit.spec, begins=False))
             stays = not unit.releases(turns)
             try:
                 if unit.packed:
@@ -369,7 +370,7 @@ class ForwardHooks:
     def _computed(self, backward: bool) -> None:
         for unit in self.module_state.units:
             for observer in unit.observers:
-                observer.computed(unit.spec, backward)
+                observer(UnitEvent(UnitOperation.COMPUTE, unit.spec, begins=False, backward=backward))
 
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.module_state.enters_first:

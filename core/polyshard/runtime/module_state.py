@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import StateError, UnshardedUseError
-from ..interfaces import InputCast, OutputCast
+from ..interfaces import InputCast, OutputCast, UnitEvent, UnitOperation
 from ..planning.groups import UnitRanks
 from ..planning.plan import ManagedParameter, modules_called, names_behind
 from .activation_checkpoint import may_have_backward
@@ -222,7 +222,7 @@ class ModuleState:
                 # A checkpoint inside the module's own forward recomputes from its parameters.
                 unit.show()
             for observer in unit.observers:
-                observer.compute(unit.spec, True)
+                observer(UnitEvent(UnitOperation.COMPUTE, unit.spec, backward=True))
         if prefetches:
             self.prefetch(self.execution_order.enter_backward(self))
 
@@ -252,7 +252,7 @@ class ModuleState:
         reduced: list[tuple[Contribution, list[torch.Tensor | None]]] = []
         for unit in self.units:
             for observer in unit.observers:
-                observer.computed(unit.spec, True)
+                observer(UnitEvent(UnitOperation.COMPUTE, unit.spec, begins=False, backward=True))
             gradients = unit.take_gradients() if unit.trainable else []
             # At C speed, as every unit asks in every backward.
             arrived = bool(gradients) and (gradients[0] is not None or any(map(is_not, gradients, repeat(None))))
@@ -407,7 +407,7 @@ def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool, kept:
         unit.wait()
         unit.show()
         for observer in unit.observers:
-            observer.compute(unit.spec, recomputes)
+            observer(UnitEvent(UnitOperation.COMPUTE, unit.spec, backward=recomputes))
 
 
 def unshard_ahead(batches: Sequence[Sequence[ModuleState]]) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from .. import _torch_private
 from ..errors import CollectiveError
-from ..interfaces import BufferRole, Observer, UnitSpec, Work
+from ..interfaces import BufferRole, Observer, UnitEvent, UnitOperation, UnitSpec, Work
 from ..planning import thresholds
 from ..planning.groups import ThenAllReduce, UnitRanks
 from ..planning.launches import Bucket, Buckets, ReduceMode, alike
@@ -182,10 +182,10 @@ class Reducer:
         """Retire earlier reductions, so that one more may be issued."""
         unit = contribution.unit
         for observer in unit.observers:
-            observer.wait(unit.spec)
+            observer(UnitEvent(UnitOperation.WAIT, unit.spec))
         self.streams.make_room(0 if contribution.input.travels else REDUCTIONS_ALIVE - 1)
         for observer in unit.observers:
-            observer.waited(unit.spec)
+            observer(UnitEvent(UnitOperation.WAIT, unit.spec, begins=False))
 
     def _group(self, members: Sequence[Contribution]) -> _Launch:
         """A reduction for each of ``members``."""
@@ -257,7 +257,7 @@ class Reducer:
             if not era.forgotten:
                 written.append(each.deliver(shard))
             for observer in each.unit.observers:
-                observer.reduced(each.unit.spec)
+                observer(UnitEvent(UnitOperation.REDUCE, each.unit.spec, begins=False))
         return written
 
 
@@ -295,7 +295,7 @@ class _Launch(NamedTuple):
     def start(self) -> Work:
         for each in self.members:
             for observer in each.unit.observers:
-                observer.reduce(each.unit.spec)
+                observer(UnitEvent(UnitOperation.REDUCE, each.unit.spec))
         # Here, on the stream that reduces: compute goes on meanwhile.
         if self.merged is None:
             self.copies.run()

@@ -31,6 +31,8 @@ from ..interfaces import (
     OffloadManager,
     PrecisionCaster,
     UnitDtypes,
+    UnitEvent,
+    UnitOperation,
     UnitSpec,
     WireSpec,
 )
@@ -491,12 +493,12 @@ class Unit(ABC):
         streams = self.root.streams
         if self.state is UnitState.GATHERING:
             for observer in self.observers:
-                observer.wait(self.spec)
+                observer(UnitEvent(UnitOperation.WAIT, self.spec))
             streams.arrive(self)
             if self.root.audit is not None:
                 self._compare_gathered(self.root.audit)
             for observer in self.observers:
-                observer.waited(self.spec)
+                observer(UnitEvent(UnitOperation.WAIT, self.spec, begins=False))
             versioned = self.buffer.versioned
             _torch_private.set_versions(versioned, [self.steps] * len(versioned))
             self.state = UnitState.UNSHARDED
@@ -562,7 +564,7 @@ class Unit(ABC):
         self.places.clear()
         self.state = UnitState.SHARDED
         for observer in self.observers:
-            observer.reshard(self.spec)
+            observer(UnitEvent(UnitOperation.RELEASE, self.spec))
 
     def reshard_post_forward(self) -> None:
         """Release the gather buffer, but for the part of it that the next gather is made from, among neighbours."""
@@ -576,7 +578,7 @@ class Unit(ABC):
         self._gather_from(part)
         self.state, self.fresh = UnitState.SHARDED_POST_FORWARD, Fresh.NOT
         for observer in self.observers:
-            observer.reshard(self.spec)
+            observer(UnitEvent(UnitOperation.RELEASE, self.spec))
 
     def _drop_post_forward(self) -> None:
         assert self.buffer.post_forward is not None

@@ -6,12 +6,12 @@ import logging
 
 from polyshard import hookimpl
 from polyshard.errors import ConfigError
-from polyshard.interfaces import Listener, Observer, PluginContext, UnitSpec
+from polyshard.interfaces import Listener, Observer, PluginContext, UnitEvent, UnitOperation, UnitSpec
 
 _LOGGER = logging.getLogger(__name__)
 
 
-class Tally(Listener, Observer):
+class Tally(Listener):
     """Every rank counts; rank 0 logs every ``every``-th step, at level INFO."""
 
     api_version = 1
@@ -25,7 +25,7 @@ class Tally(Listener, Observer):
 
     @hookimpl
     def make_observer(self, unit: UnitSpec) -> Observer:
-        return self  # one for all units; an object for each could keep figures apart
+        return self._count  # one for all units; a function for each could keep figures apart
 
     @hookimpl
     def step_begin(self) -> None:
@@ -37,9 +37,6 @@ class Tally(Listener, Observer):
         if self._speaks and self._step % self._every == 0:
             _LOGGER.info("step %d: %d gathers, %d reductions", self._step, self._gathers, self._reductions)
 
-    # The other moments of an observer are inherited, and do nothing.
-    def unshard(self, unit: UnitSpec) -> None:
-        self._gathers += 1
-
-    def reduce(self, unit: UnitSpec) -> None:
-        self._reductions += 1
+    def _count(self, event: UnitEvent) -> None:
+        self._gathers += event.begins and event.operation is UnitOperation.GATHER
+        self._reductions += event.begins and event.operation is UnitOperation.REDUCE
