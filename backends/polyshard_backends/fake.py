@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +98,8 @@ class FakeCollectives(Collectives):
         self._rank = rank
         self._world_size = world_size
         self._stream_ordered = context.device.type == "cuda"
+        # On the meta device operations would show to whoever watches them, and do nothing.
+        self._has_values = context.device.type != "meta"
         self._capabilities = CollectivesCapabilities(
             devices=frozenset({"cpu", "cuda", "meta", context.device.type}),
             dtypes=REDUCIBLE_DTYPES,
@@ -111,6 +113,8 @@ class FakeCollectives(Collectives):
         )
         self.calls: deque[FakeCall] = deque(maxlen=CALLS_KEPT)
         """The latest operations, oldest first."""
+        self.record: Callable[[Sequence[FakeCall]], None] = self.calls.extend
+        """Called with the operations of each launch."""
         self.batches: deque[int] = deque(maxlen=CALLS_KEPT)
         """Number of operations in each ``all_gather_many``, oldest first."""
         self.reduction_batches: deque[int] = deque(maxlen=CALLS_KEPT)
@@ -141,7 +145,7 @@ class FakeCollectives(Collectives):
 
     def _gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
         world_size = self._world_size
-        wholes, sources = [], []
+        wholes, sources, calls = [], [], []
         for out, shard in pairs:
             dtype = out.dtype
             if shard.dtype is not dtype:
@@ -149,7 +153,7 @@ class FakeCollectives(Collectives):
                     f"all_gather on rank {self._rank}: out is {dtype} and the shard {shard.dtype}; cast before the call"
                 )
             n = shard.numel()
-            self.calls.append(FakeCall("all_gather", world_size * n, dtype, (world_size - 1) * n))
+            calls.append(FakeCall("all_gather", world_size * n, dtype, (world_size - 1) * n))
             if n * dtype.itemsize >= _LARGE:
                 out, shard = _in_words(out, shard)
                 n = shard.numel()
@@ -157,7 +161,9 @@ class FakeCollectives(Collectives):
             sources.append(shard.expand(world_size, n))
         # The expanded sources make this few kernels for any world size. Where a shard is out's own slice, that slice is
         # written with the values it holds.
-        if len(wholes) == 1:
+        if not self._has_values:
+            pass
+        elif len(wholes) == 1:
             wholes[0].copy_(sources[0])
         elif wholes and self._stream_ordered:
             # Row by row both sides are contiguous, which is what a device needs to copy many at once.
@@ -165,37 +171,42 @@ class FakeCollectives(Collectives):
             _torch_private.foreach_copy_(rows, [row for source in sources for row in source.unbind()])
         elif wholes:
             _torch_private.foreach_copy_(wholes, sources)
+        self.record(calls)
         return _StreamWork() if self._stream_ordered else COMPLETED
 
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
-        rank = self._rank
-        out.copy_(full.view(self._world_size, out.numel())[rank])
-        self._scale(out, op)
-        self.calls.append(FakeCall("reduce_scatter", full.numel(), full.dtype, full.numel() - out.numel()))
-        return _StreamWork() if self._stream_ordered else COMPLETED
+        return self._reduce(((out, full, scratch),), op)
 
     def reduce_scatter_many(
         self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
     ) -> Work:
         self.reduction_batches.append(len(triples))
-        return super().reduce_scatter_many(triples, op=op)
+        return self._reduce(triples, op)
 
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
-        self._scale(tensor, op)
-        numel, world_size = tensor.numel(), self._world_size
-        self.calls.append(FakeCall("all_reduce", numel, tensor.dtype, 2 * (world_size - 1) * numel // world_size))
+    def _reduce(self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], op: ReduceOp) -> Work:
+        calls = []
+        for out, full, _ in triples:
+            if self._has_values:
+                out.copy_(full.view(self._world_size, out.numel())[self._rank])
+                if op is ReduceOp.SUM and self._world_size > 1:
+                    out.mul_(self._world_size)
+            calls.append(FakeCall("reduce_scatter", full.numel(), full.dtype, full.numel() - out.numel()))
+        self.record(calls)
         return _StreamWork() if self._stream_ordered else COMPLETED
 
-    def _scale(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        if op is ReduceOp.SUM and self._world_size > 1:
-            tensor.mul_(self._world_size)
+    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
+        numel, world_size = tensor.numel(), self._world_size
+        if op is ReduceOp.SUM and world_size > 1 and self._has_values:
+            tensor.mul_(world_size)
+        self.record([FakeCall("all_reduce", numel, tensor.dtype, 2 * (world_size - 1) * numel // world_size)])
+        return _StreamWork() if self._stream_ordered else COMPLETED
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         check_source(src, self._rank, self._world_size)
         receivers = self._world_size - 1 if src == self._rank else 0
-        self.calls.append(FakeCall("broadcast", tensor.numel(), tensor.dtype, receivers * tensor.numel()))
+        self.record([FakeCall("broadcast", tensor.numel(), tensor.dtype, receivers * tensor.numel())])
         return COMPLETED
 
     def all_to_all(
@@ -210,7 +221,7 @@ class FakeCollectives(Collectives):
         else:
             out.zero_()
             out.narrow(0, sum(out_splits[:rank]), n).copy_(own)
-        self.calls.append(FakeCall("all_to_all", input.numel(), input.dtype, input.numel() - n))
+        self.record([FakeCall("all_to_all", input.numel(), input.dtype, input.numel() - n)])
         return _StreamWork() if self._stream_ordered else COMPLETED
 
     def all_gather_object(self, obj: Any) -> list[Any]:

@@ -23,14 +23,8 @@ from polyshard.api import no_sync, shard
 from polyshard.config import PluginSpec, ShardConfig, config_of
 from polyshard.errors import ConfigError, PolyshardError, UnsupportedError
 from polyshard.inspect import ShardedModel, ShardedUnit, is_dtensor, outermost_model
-from polyshard.interfaces import (
-    COMPLETED,
-    BufferRole,
-    Collectives,
-    CollectivesCapabilities,
-    ReduceOp,
-    Work,
-)
+from polyshard.interfaces import BufferRole, PluginContext
+from polyshard_backends.fake import FakeCall, FakeCollectives
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -301,11 +295,8 @@ def spans_of(unit: ShardedUnit) -> list[Span]:
     return [each.span for each in (unit.shard, unit.replicate) if isinstance(each, RecordedCollectives)]
 
 
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64})
-
-
-class RecordedCollectives(Collectives):
-    """Rank 0 of ``members``. What it can do, and the scratch that it takes, are those of ``nccl``.
+class RecordedCollectives(FakeCollectives):
+    """Rank 0 of ``members``, whose launches a step's recorder is told. The scratch that it takes is that of ``nccl``.
 
     Args:
         recorder: is told of each transfer.
@@ -314,68 +305,30 @@ class RecordedCollectives(Collectives):
     """
 
     api_version = 1
-    rank = 0
-    device = torch.device("meta")
-    capabilities = CollectivesCapabilities(
-        devices=frozenset({"meta"}),
-        dtypes=_FLOATS,
-        reduce_ops=frozenset(ReduceOp),
-        widening=True,
-        stream_ordered=False,
-        capturable=False,
-        fixed_addresses=False,
-        can_communicate=False,
-        exchanges=True,
-    )
 
     def __init__(self, recorder: StepRecorder, members: Sequence[int], sizes: Mapping[str, int] | None = None) -> None:
+        super().__init__(PluginContext("fake", torch.device("meta")), 0, len(members))
         self._recorder = recorder
         self._sizes = sizes
         self.span = Span(members, () if sizes is None else _over(members, sizes))
+        self.record = self._tell
 
-    @property
-    def world_size(self) -> int:
-        return self.span.ranks
-
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-        return self._record(Operation.ALL_GATHER, [out])
-
-    def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
-        return self._record(Operation.ALL_GATHER, [out for out, _ in pairs])
-
-    def reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
-    ) -> Work:
-        return self._record(Operation.REDUCE_SCATTER, [full])
-
-    def reduce_scatter_many(
-        self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
-    ) -> Work:
-        return self._record(Operation.REDUCE_SCATTER, [full for _, full, _ in triples])
+    def _tell(self, calls: Sequence[FakeCall]) -> None:
+        operation = calls[0].operation
+        if self.span.ranks > 1 and operation in _TRANSFERS:
+            nbytes = sum(call.numel * call.dtype.itemsize for call in calls)
+            self._recorder.transfer(Operation(operation), nbytes, self.span, len(calls))
 
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         return 0 if wire_dtype is out_dtype else numel * wire_dtype.itemsize
-
-    def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
-        return self._record(Operation.ALL_REDUCE, [tensor])
-
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
-        return COMPLETED
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        return [obj] * self.span.ranks
-
-    def barrier(self) -> None:
-        return None
 
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> RecordedCollectives:
         own = next(ranks for ranks in rank_lists if 0 in ranks)
         return RecordedCollectives(self._recorder, [self.span.members[each] for each in own], self._sizes)
 
-    def _record(self, operation: Operation, wholes: Sequence[torch.Tensor]) -> Work:
-        if self.span.ranks > 1:
-            self._recorder.transfer(operation, sum(whole.nbytes for whole in wholes), self.span, len(wholes))
-        return COMPLETED
+
+#: Operations that are timed; others come at wrap, or from optimizers.
+_TRANSFERS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
 
 
 def _sizes_of(mesh: Any, world_size: int) -> Mapping[str, int] | None:
