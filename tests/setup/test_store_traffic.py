@@ -315,8 +315,7 @@ def test_what_some_ranks_share_costs_each_of_them_as_little_and_leaves_nothing()
             stores[rank].traffic, text = Traffic(), ""
             meeting = StoreAgreement(stores[rank], range(size), rank, timedelta(seconds=20))
             try:
-                meeting.arrive(reported(rank, odd))
-                meeting.end()
+                meeting.meet(reported(rank, odd))
             except RankMismatchError as error:
                 text = str(error)
             found[rank] = text, stores[rank].traffic

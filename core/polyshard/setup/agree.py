@@ -107,9 +107,8 @@ class Agreement:
         ranks = torch.distributed.get_process_group_ranks(group)
         exchange = StoreAgreement(store, ranks, torch.distributed.get_rank(), self._timeout)
         try:
-            exchange.arrive(report, error, begins=not self._begun)
-            self._begun = True
-            exchange.end()
+            begins, self._begun = not self._begun, True
+            exchange.meet(report, error, begins=begins)
         except torch.distributed.DistNetworkError as lost:
             if error is None:
                 raise exchange.without_store() from lost
@@ -166,26 +165,23 @@ class StoreAgreement:
         self._ranks = ranks
         self._rank = rank
         self._timeout_s = timeout.total_seconds()
+        self._deadline = time.monotonic() + self._timeout_s
         self._prefix = f"polyshard/agree/{scope_of(ranks)}"
-        self._turn = 0
-        self._report: Report = {}
-        self._failed = False
-        self._deadline = 0.0
-        self._arrived = 0
+        self._turn = self._arrived = 0
         self._kinds: _Kinds = {}
         """Who differs, where this rank found it."""
         self._set_it = False
         """Whether this rank set the verdict."""
 
-    def arrive(self, report: Report, error: Exception | None = None, *, begins: bool = True) -> None:
-        """Leave this rank's ``report``, or what went wrong on it, without waiting for others.
+    def meet(self, report: Report, error: Exception | None = None, *, begins: bool = True) -> None:
+        """Leave this rank's ``report``, or what went wrong on it; return once all ranks have come and report the same.
 
-        ``begins``: whether it is the first of a call.
+        At once where this rank leaves an error. ``begins``: whether it is the first of a call.
 
-        Raises torch.distributed.DistNetworkError: the store is gone.
+        Raises:
+            RankMismatchError: another rank failed, reports something else, or did not arrive.
+            torch.distributed.DistNetworkError: the store is gone.
         """
-        self._report, self._failed = report, error is not None
-        self._deadline = time.monotonic() + self._timeout_s
         self._turn = self._store.add(f"{self._prefix}/turns/{self._rank}", 1)
         if error is None:
             if begins:
@@ -205,20 +201,12 @@ class StoreAgreement:
             # All ranks are here, and so are done with the agreement before.
             for name in ("came", "verdict", "all") if self._turn > 1 else ():
                 self._store.delete_key(f"{self._prefix}/{self._turn - 1}/{name}")
-
-    def end(self) -> None:
-        """Return once all ranks have arrived and report the same, or at once where this rank left an error.
-
-        Raises:
-            RankMismatchError: another rank failed, reports something else, or did not arrive.
-            torch.distributed.DistNetworkError: the store is gone.
-        """
         verdict, setter, asked = self._verdict()
         if verdict is _Verdict.SAME:
             return
         try:
-            if not self._failed:
-                raise RankMismatchError(self._reason(verdict, setter, asked))
+            if error is None:
+                raise RankMismatchError(self._reason(verdict, setter, asked, report))
         finally:
             # The store may have ended meanwhile: the message was read before.
             with suppress(Exception):
@@ -272,13 +260,13 @@ class StoreAgreement:
         verdict, setter, asked = json.loads(self._store.get(self._key("verdict")))
         return _Verdict(verdict), setter, asked
 
-    def _reason(self, verdict: _Verdict, setter: int, asked: Sequence[int]) -> str:
+    def _reason(self, verdict: _Verdict, setter: int, asked: Sequence[int], report: Report) -> str:
         """What to raise on this rank, which did not fail itself."""
         if verdict is _Verdict.FAILED:
             self._wait(self._key("all"), _GRACE_S)
             return _failure_text(*self._failures())
         if self._rank in asked:
-            self._publish()
+            self._publish(report)
         if self._set_it:
             absent = verdict is _Verdict.ABSENT
             message = self._absence() if absent else _difference(self._kinds, {r: self._published(r) for r in asked})
@@ -313,8 +301,8 @@ class StoreAgreement:
         found = [json.loads(self._store.get(key)) for key in keys if self._wait(key, _GRACE_S)]
         return found, number - len(found)
 
-    def _publish(self) -> None:
-        content = zlib.compress(_json(self._report))
+    def _publish(self, report: Report) -> None:
+        content = zlib.compress(_json(report))
         chunks = [content[start : start + _CHUNK] for start in range(0, len(content), _CHUNK)]
         for number, chunk in enumerate(chunks):
             self._store.set(self._key(f"report/{self._rank}/{number}"), chunk)
