@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from polyshard.errors import RankMismatchError
+from polyshard.errors import RankMismatchError, different_calls
 from polyshard.interfaces import CollectivesCapabilities, ReduceOp, Work
 
 from .process_group import ProcessGroupCollectives
@@ -126,13 +126,7 @@ class GlooCollectives(ProcessGroupCollectives):
         everyone = torch.empty(self._world_size * _TEXT_NBYTES, dtype=torch.uint8)
         self.all_gather(everyone, torch.frombuffer(bytearray(mine), dtype=torch.uint8)).wait()
         texts = [row.numpy().tobytes().decode(errors="replace") for row in everyone.view(self._world_size, -1)]
-        listed = "\n".join(f"  rank {rank}: {text.rstrip()}" for rank, text in enumerate(texts))
-        return RankMismatchError(
-            f"Ranks are about to issue different collectives (rank {self._rank}):\n{listed}\n"
-            "Let every rank run the same modules in the same order; one that caught an exception goes on from there. "
-            "What some ranks skip, as a tower or an expert, must be no unit by itself: leave its class out of the "
-            "policy."
-        )
+        return different_calls(self._rank, [text.rstrip() for text in texts])
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         check_gather(out, shard, self._rank, self._world_size)

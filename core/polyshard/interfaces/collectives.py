@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
+from ..errors import different_calls
+
 #: The largest world size: plans and messages list ranks.
 MOST_RANKS = 1 << 20
 
@@ -288,14 +290,16 @@ class Collectives(ABC):
     def announce(self, what: str) -> None:
         """Compare the next operation, in this group or a part of it: ranks that issue the same pass the same text.
 
-        Called in every step, before its gathers and reductions, where ``capabilities.announces``. Ranks that diverged
-        learn of it before bytes of one unit arrive in another. It may wait for the other ranks, or let the next
-        operation fail.
+        Called in the first step, before its gathers and reductions, and in every step where
+        ``capabilities.announces``. Ranks that diverged learn of it before bytes of one unit arrive in another. It may
+        wait for the other ranks, or let the next operation fail. By default ranks exchange their texts.
 
         Raises:
             RankMismatchError: texts differ; on every rank, here or in the wait for the next operation.
         """
-        return None
+        everyone = self.all_gather_object(what)
+        if any(other != what for other in everyone):
+            raise different_calls(self.rank, everyone)
 
     @abstractmethod
     def all_gather_object(self, obj: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from .. import _torch_private
-from ..errors import PluginContractError, RankMismatchError, words
+from ..errors import PluginContractError, RankMismatchError, different_calls, words
 from ..interfaces import Collectives
 from ..nested import iter_tensors
 from ..planning.answers import plugin_name
@@ -272,20 +272,11 @@ def _described(tensor: torch.Tensor) -> Any:
     return (*kind, int(checksum(tensor)))
 
 
-_REMEDY = (
-    "Let every rank run the same modules in the same order, with the same settings. What some ranks skip, as a tower "
-    "without an image or an expert without a token, is agreed on before the forward by polyshard.agree_on_use, and "
-    "passed by there with polyshard.skip. Or it is no unit by itself: leave its class out of the policy (leave_out of "
-    "'transformers', force_leaf of 'size' and 'budget'), so that it is gathered with the module around it, and set "
-    "split_root=False where that is the whole model."
-)
-
-
 class Audit:
-    """Compares each collective with the other ranks', before it is issued.
+    """The first step, in which ranks announce each collective before it is issued, with what travels.
 
     Ranks that disagree would otherwise hang, or mix up bytes. Later steps mostly repeat the first, so that the first
-    alone pays for the exchange, unless ``check_ranks="always"``.
+    alone pays for the exchange where announcements are dear, unless ``check_ranks="always"``.
     """
 
     def __init__(self) -> None:
@@ -293,19 +284,6 @@ class Audit:
         self.done = False
         #: The units whose gather was compared.
         self.gathered: set[str] = set()
-
-    def agree(self, world: Collectives, unit: str, operation: str, numel: int, dtype: torch.dtype) -> None:
-        """Raise RankMismatchError on every rank of ``world`` if any is about to do something else.
-
-        ``numel``, ``dtype``: of the elements that travel, of all ranks together.
-        """
-        if not world.capabilities.can_communicate:
-            return
-        mine = f"{operation} of unit '{unit}', {numel} elements of {dtype}"
-        everyone = world.all_gather_object(mine)
-        if any(other != mine for other in everyone):
-            listed = "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(everyone))
-            raise RankMismatchError(f"Ranks are about to issue different collectives:\n{listed}\n{_REMEDY}")
 
     def compare_gathered(
         self, group: Collectives, unit: str, buffer: torch.Tensor, own: torch.Tensor, sent: torch.Tensor | None
@@ -322,8 +300,7 @@ class Audit:
         kept = sent is None or bool(checksum(own) == checksum(sent.to(own.dtype)))
         everyone: list[Any] = group.all_gather_object([f"gather of unit '{unit}'", int(checksum(buffer)), kept])
         if any(each[0] != everyone[0][0] for each in everyone):
-            listed = "\n".join(f"  rank {rank}: {each[0]}" for rank, each in enumerate(everyone))
-            raise RankMismatchError(f"Ranks wait for different collectives:\n{listed}\n{_REMEDY}")
+            raise different_calls(group.rank, [each[0] for each in everyone])
         name = f"all_gather of {plugin_name(group)}"
         lost = [rank for rank, each in enumerate(everyone) if not each[2]]
         if lost:

@@ -66,7 +66,7 @@ class Reducer:
     Args:
         limit: Bytes that wait at most in one bucket; 0 to send each reduction by itself.
         streams: Runs them beside compute.
-        announce: Called with the names of the next units that all ranks reduce; None where they do not compare them.
+        announces: Whether ranks compare the names of the next units that all of them reduce, in every step.
         recorder: Remembers each communication before it is announced.
     """
 
@@ -74,15 +74,15 @@ class Reducer:
         self,
         limit: int,
         streams: CommStreams,
-        announce: Callable[[str], None] | None,
+        announces: bool,
         recorder: Recorder,
     ) -> None:
         self.streams = streams
-        #: Compares each unit's reduction with the other ranks', in the first step; None for no comparison.
+        #: In the first step ranks compare what travels, too, whatever they announce; else None.
         self.audit: Audit | None = None
         #: Which units go together.
         self.buckets: Buckets[Contribution] = Buckets(limit)
-        self._announce = announce
+        self._announces = announces
         self._recorder = recorder
         # By the first of its members: backward reaches units in the same order in each step.
         self._merged: dict[ReductionInput, MergedInput] = {}
@@ -123,11 +123,6 @@ class Reducer:
                 # A unit used twice in one backward.
                 self.flush()
             input.gradients = its
-            # Experts that no token reached are reduced later than those of other groups.
-            if self.audit is not None and each.ranks.spread == 1:
-                call = each.unit.spec.label, "reduce", each.unit.launch_numel, input.dtype
-                with self._recorder.during("comparison of a reduction", (each.unit.spec,), True):
-                    self.streams.meet(self.audit.agree, each.ranks.world, *call)
         for bucket in self.buckets.put(kind_of(members[0].ranks, input), members, nbytes, mode):
             self._issue(bucket)
 
@@ -143,9 +138,13 @@ class Reducer:
         entry = self._recorder.issue("reduction", [each.unit.spec for each in members], True)
         try:
             with self.streams.between(places):
-                if self._announce is not None and members[0].ranks.spread == 1:
-                    names = ", ".join(each.unit.spec.name or "(root)" for each in members)
-                    self.streams.meet(self._announce, "reduction of " + names)
+                # Experts that no token reached are reduced later than those of other groups.
+                if (self._announces or self.audit is not None) and members[0].ranks.spread == 1:
+                    names = [each.unit.spec.name or "(root)" for each in members]
+                    if self.audit is not None:
+                        sizes = [(each.unit.launch_numel, each.input.dtype) for each in members]
+                        names = [f"'{name}' ({n} elements of {of})" for name, (n, of) in zip(names, sizes, strict=True)]
+                    self.streams.meet(members[0].ranks.world.announce, "reduction of " + ", ".join(names))
                 merges = _go_side_by_side(members, bucket.mode)
                 launch = self._merge(members) if merges else self._group(members)
                 # Inputs have memory from the pool of this stream, or of the one that computed their first gradient.

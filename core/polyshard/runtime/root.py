@@ -94,7 +94,7 @@ class Root:
         self.accumulates = False
         self.check_ranks = check_ranks
         self._always = check_ranks == "always"
-        #: Compares each collective with the other ranks', always or until the first backward has ended.
+        #: Ranks compare each collective, always or until the first backward has ended; None for no comparison.
         self.audit: Audit | None = None
         #: Called with what all ranks issue next; None where they do not compare it.
         self.announce = collectives.announce if check_ranks and collectives.capabilities.announces else None
@@ -104,7 +104,7 @@ class Root:
         if peers is not None:
             self.recorder.peers, self.recorder.watch = peers, Watch(self.recorder, peers, timeout_s)
         #: Issues the units' reductions, those of small ones together.
-        self.reducer = Reducer(execution_order.batch_nbytes, streams, self.announce, self.recorder)
+        self.reducer = Reducer(execution_order.batch_nbytes, streams, self.announce is not None, self.recorder)
         self.begin_audit()
         self.module_states = tuple(module_states)
         #: Every unit, in module order. A merge moves one to another module state, and not in this list.

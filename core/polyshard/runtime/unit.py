@@ -464,20 +464,21 @@ class Unit(ABC):
             self._bind(wanted)
 
     @property
-    def gathered(self) -> tuple[str, int, torch.dtype]:
+    def gathered(self) -> str:
         """What ranks compare of a gather: its name, elements and dtype of its result, bytes where the unit is encoded.
 
         Where other ranks have other parts of the unit: the elements by which launches are planned.
         """
+        numel, dtype, among = self.launch_numel, self.buffer.dtype, ""
         if self.state is UnitState.SHARDED_POST_FORWARD and self.neighbours is not None:
-            return f"all_gather among {self.neighbours.world_size} ranks", self.launch_numel, self.buffer.dtype
-        if self.forms:
-            return "all_gather", self.gathered_nbytes, torch.uint8
-        if self.wire is None:
-            return "all_gather", self.launch_numel, self.buffer.dtype
-        whole = self.ranks.number == self.ranks.world.world_size
-        numel = self.wire.nbytes_per_rank * self.ranks.shard_size if whole else self.launch_numel
-        return "all_gather", numel, torch.uint8
+            among = f" among {self.neighbours.world_size} ranks"
+        elif self.forms:
+            numel, dtype = self.gathered_nbytes, torch.uint8
+        elif self.wire is not None:
+            dtype = torch.uint8
+            if self.ranks.number == self.ranks.world.world_size:
+                numel = self.wire.nbytes_per_rank * self.ranks.shard_size
+        return f"'{self.name}' ({numel} elements of {dtype}{among})"
 
     def unshard(self) -> None:
         """Issue the gather, unless the parameters are there or on their way."""
@@ -694,16 +695,13 @@ def unshard_together(units: Sequence[Unit]) -> None:
     root = units[0].root
     entry = root.recorder.issue("all_gather", [unit.spec for unit in units], root.phase is Phase.BACKWARD)
     try:
-        if root.audit is not None:
-            for unit in units:
-                if unit.ranks.spread == 1:
-                    root.streams.meet(root.audit.agree, unit.ranks.world, unit.name, *unit.gathered)
-        if root.announce is not None:
+        if root.audit is not None or root.announce is not None:
             # Among those that gather: replicas may evaluate apart.
             for same in alike(units, [id(unit.source.group) for unit in units]) if len(units) > 1 else (units,):
                 among = same[0].source.group
                 if among is not None:
-                    root.streams.meet(among.announce, "all_gather of " + ", ".join(unit.name for unit in same))
+                    names = [unit.name if root.audit is None else unit.gathered for unit in same]
+                    root.streams.meet(among.announce, "all_gather of " + ", ".join(names))
         root.streams.gather(units)
     except BaseException as error:
         if isinstance(error, CollectiveError):
