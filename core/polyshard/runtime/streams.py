@@ -77,8 +77,8 @@ class CommStreams(ABC):
         self.waiting = False
         # Reductions that were issued and not retired, the oldest first.
         self._reductions: deque[Any] = deque()
-        #: Its last entry is the gather or reduction that is issued next; None where nobody records.
-        self.recorder: Recorder | None = None
+        #: Its last entry is the gather or reduction that is issued next. That of a root, once it has these streams.
+        self.recorder = Recorder(0)
         #: Told of waits for other ranks; None where nobody measures.
         self.waits: Waits | None = None
 
@@ -173,7 +173,7 @@ class HostStreams(CommStreams):
     def gather(self, units: Sequence[Gatherable]) -> None:
         for unit in units:
             unit.buffer.attach()
-        batch = _Batch([(unit, unit.buffer) for unit in units], start_gathers(units), self._last)
+        batch = _Batch([(unit, unit.buffer) for unit in units], start_gathers(units), self.recorder.last)
         for unit in units:
             self._gathers[unit.buffer] = batch
 
@@ -207,11 +207,7 @@ class HostStreams(CommStreams):
                 # as it computes a gradient in place, and others may have none.
                 self._end((work.first,), entry)
                 work.proceed()
-        self._reductions.append((reduction.issue(), reduction, self._last))
-
-    @property
-    def _last(self) -> Issued | None:
-        return None if self.recorder is None else self.recorder.last
+        self._reductions.append((reduction.issue(), reduction, self.recorder.last))
 
     def _end(self, works: Sequence[Work], entry: Issued | None) -> None:
         if self.waits is not None:
@@ -224,8 +220,6 @@ class HostStreams(CommStreams):
         except CollectiveError as error:
             if not isinstance(error, CollectiveTimeoutError | CollectiveAbortedError):
                 wait_quietly(left)
-            if self.recorder is None:
-                raise
             self.recorder.refuse(error, entry)
         except PolyshardError:
             wait_quietly(left)
@@ -238,7 +232,7 @@ class HostStreams(CommStreams):
             entry.ended = time.monotonic()
 
     def give_up(self) -> None:
-        if self.recorder is not None and self.recorder.failure is not None:
+        if self.recorder.failure is not None:
             # They do not end in time, if ever. The memory that they read and write stays alive until then.
             self._reductions.clear()
             self._gathers.clear()
