@@ -159,7 +159,7 @@ def check_objects(collectives: Collectives) -> None:
 
 def check_announcements(collectives: Collectives) -> None:
     """Ranks that announce the same go on; a different announcement is an error on every rank."""
-    if not collectives.capabilities.announces:
+    if not collectives.capabilities.can_communicate:
         return
     out = torch.empty(collectives.world_size, device=collectives.device)
     mine = torch.ones(1, device=collectives.device)

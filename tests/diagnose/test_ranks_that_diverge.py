@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of
 from polyshard.errors import RankMismatchError
+from polyshard.interfaces import Collectives
 from polyshard_backends.gloo import GlooCollectives
-from polyshard_backends.threaded import ThreadedWorld
+from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from polyshard_testing import plugin_context
 from processes import RankPool
 from torch import nn
@@ -73,6 +75,35 @@ def test_every_rank_is_told_before_units_of_equal_size_are_mixed_up(
     for text in on_ranks(2, on_rank):
         assert "rank 0 wants " in text
         assert " of blocks." in text
+
+
+class Unannounced(ThreadedCollectives):
+    """Ranks that do not learn of what the others issue, as over NCCL."""
+
+    api_version = 1
+    capabilities = replace(ThreadedCollectives.capabilities, announces=False)
+    announce = Collectives.announce
+
+
+def test_without_cheap_announcements_the_first_step_is_compared_by_name_and_size() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[str, torch.Tensor]:
+        with world.lock:
+            model = seeded(lambda: Skipping(3))
+        collectives = Unannounced(plugin_context(), world, rank)
+        polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=units_of(Block)))
+        with pytest.raises(RankMismatchError) as caught:
+            model(draw(4, 3, rank=rank), skipped=1 if rank else None)
+        # Nothing was sent.
+        return str(caught.value), model(draw(4, 3)).detach()
+
+    expected = seeded(lambda: Skipping(3))(draw(4, 3))
+    # 7 x 5, 7 and 5 x 7 elements over two ranks, in rows that are rounded up.
+    size = 2 * (4 * 5 + 4 + 3 * 7)
+    for rank, (text, output) in enumerate(on_ranks(2, on_rank)):
+        assert text.startswith(f"Ranks are about to issue different collectives (rank {rank}):\n")
+        assert f"  rank 0: all_gather of blocks.1 ({size} elements of torch.float64)\n" in text
+        assert f"  rank 1: all_gather of blocks.2 ({size} elements of torch.float64)\n" in text
+        torch.testing.assert_close(output, expected.detach())
 
 
 def diverge(rank: int, way: int) -> str:

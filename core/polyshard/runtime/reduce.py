@@ -143,7 +143,7 @@ class Reducer:
                     names = [each.unit.spec.name or "(root)" for each in members]
                     if self.audit is not None:
                         sizes = [(each.unit.launch_numel, each.input.dtype) for each in members]
-                        names = [f"'{name}' ({n} elements of {of})" for name, (n, of) in zip(names, sizes, strict=True)]
+                        names = [f"{name} ({n} elements of {of})" for name, (n, of) in zip(names, sizes, strict=True)]
                     self.streams.meet(members[0].ranks.world.announce, "reduction of " + ", ".join(names))
                 merges = _go_side_by_side(members, bucket.mode)
                 launch = self._merge(members) if merges else self._group(members)

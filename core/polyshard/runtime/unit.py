@@ -478,7 +478,7 @@ class Unit(ABC):
             dtype = torch.uint8
             if self.ranks.number == self.ranks.world.world_size:
                 numel = self.wire.nbytes_per_rank * self.ranks.shard_size
-        return f"'{self.name}' ({numel} elements of {dtype}{among})"
+        return f"{self.name} ({numel} elements of {dtype}{among})"
 
     def unshard(self) -> None:
         """Issue the gather, unless the parameters are there or on their way."""
