@@ -114,7 +114,7 @@ def measured_links(rank: int) -> list[float]:
 @pytest.mark.skipif(WORLD_SIZE < 2, reason="needs two GPUs")
 def test_all_ranks_measure_the_same_links() -> None:
     first, second = run(measured_links)
-    assert first == second
+    assert first == pytest.approx(second, rel=1e-12)
     # Between a slow host's memory and what links of today carry.
     assert all(1e9 < bandwidth < 2e12 for bandwidth in first)
 
