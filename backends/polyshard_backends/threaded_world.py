@@ -20,6 +20,7 @@ from polyshard.errors import (
     RankMismatchError,
     StateError,
     WorldSizeError,
+    different_calls,
 )
 
 from . import _torch_private
@@ -149,12 +150,14 @@ class ThreadedWorld:
                 return meeting
             del self._meetings[group, number]
             if len(set(meeting.signatures.values())) > 1:
-                wanted = "; ".join(f"rank {member} wants {meeting.signatures[member]}" for member in group)
-                meeting.fail(
-                    RankMismatchError,
+                calls = [meeting.signatures[member] for member in group]
+                wanted = "; ".join(f"rank {member} wants {call}" for member, call in zip(group, calls, strict=True))
+                told = (
                     f"ranks issued different collectives as number {number} of group {list(group)}: {wanted}; every "
-                    f"rank must issue the same operations in the same order",
+                    f"rank must issue the same operations in the same order"
                 )
+                # What the engine announced is a matter of modules.
+                meeting.fail(RankMismatchError, told if what is None else str(different_calls(rank, calls)))
                 # Ranks of other groups, too, will wait for these in vain.
                 self._diverged.update(dict.fromkeys(range(self.world_size), meeting))
                 self._changed.notify_all()

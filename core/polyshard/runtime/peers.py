@@ -298,6 +298,8 @@ class Audit:
         if not group.capabilities.can_communicate:
             return
         kept = sent is None or bool(checksum(own) == checksum(sent.to(own.dtype)))
+        if group.capabilities.announces:
+            group.announce(f"comparison of the gather of {unit}")
         everyone: list[Any] = group.all_gather_object([f"gather of unit '{unit}'", int(checksum(buffer)), kept])
         if any(each[0] != everyone[0][0] for each in everyone):
             raise different_calls(group.rank, [each[0] for each in everyone])
