@@ -177,24 +177,18 @@ class FakeCollectives(Collectives):
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
-        return self._reduce(((out, full, scratch),), op)
+        if self._has_values:
+            out.copy_(full.view(self._world_size, out.numel())[self._rank])
+            if op is ReduceOp.SUM and self._world_size > 1:
+                out.mul_(self._world_size)
+        self.record([FakeCall("reduce_scatter", full.numel(), full.dtype, full.numel() - out.numel())])
+        return _StreamWork() if self._stream_ordered else COMPLETED
 
     def reduce_scatter_many(
         self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
     ) -> Work:
         self.reduction_batches.append(len(triples))
-        return self._reduce(triples, op)
-
-    def _reduce(self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], op: ReduceOp) -> Work:
-        calls = []
-        for out, full, _ in triples:
-            if self._has_values:
-                out.copy_(full.view(self._world_size, out.numel())[self._rank])
-                if op is ReduceOp.SUM and self._world_size > 1:
-                    out.mul_(self._world_size)
-            calls.append(FakeCall("reduce_scatter", full.numel(), full.dtype, full.numel() - out.numel()))
-        self.record(calls)
-        return _StreamWork() if self._stream_ordered else COMPLETED
+        return super().reduce_scatter_many(triples, op=op)
 
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         numel, world_size = tensor.numel(), self._world_size

@@ -23,7 +23,7 @@ from polyshard.api import no_sync, shard
 from polyshard.config import PluginSpec, ShardConfig, config_of
 from polyshard.errors import ConfigError, PolyshardError, UnsupportedError
 from polyshard.inspect import ShardedModel, ShardedUnit, is_dtensor, outermost_model
-from polyshard.interfaces import BufferRole, PluginContext
+from polyshard.interfaces import BufferRole, PluginContext, ReduceOp, Work
 from polyshard_backends.fake import FakeCall, FakeCollectives
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -312,6 +312,16 @@ class RecordedCollectives(FakeCollectives):
         self._sizes = sizes
         self.span = Span(members, () if sizes is None else _over(members, sizes))
         self.record = self._tell
+
+    def reduce_scatter_many(
+        self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
+    ) -> Work:
+        calls: list[FakeCall] = []
+        self.record = calls.extend
+        work = super().reduce_scatter_many(triples, op=op)
+        self.record = self._tell
+        self._tell(calls)
+        return work
 
     def _tell(self, calls: Sequence[FakeCall]) -> None:
         operation = calls[0].operation
