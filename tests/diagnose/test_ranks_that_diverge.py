@@ -73,7 +73,7 @@ def test_every_rank_is_told_before_units_of_equal_size_are_mixed_up(
         return str(caught.value)
 
     for text in on_ranks(2, on_rank):
-        assert "rank 0 wants " in text
+        assert "  rank 0: " in text
         assert " of blocks." in text
 
 

@@ -128,5 +128,5 @@ def test_ranks_that_part_in_the_first_step_are_told_what_would_travel() -> None:
 
     for text in on_ranks(2, on_rank):
         # Half of 16 * 16 + 16 and of 16 * 64 + 64 parameters, padded to 16 bytes, behind a header of 16 bytes.
-        assert "rank 0 wants all_gather of ways.0 (320 elements of torch.uint8)" in text
-        assert "rank 1 wants all_gather of ways.1 (1120 elements of torch.uint8)" in text
+        assert "rank 0: all_gather of ways.0 (320 elements of torch.uint8)" in text
+        assert "rank 1: all_gather of ways.1 (1120 elements of torch.uint8)" in text
