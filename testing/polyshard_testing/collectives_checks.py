@@ -266,12 +266,13 @@ def check_reduce_scatter(collectives: Collectives) -> None:
 def check_reduce_scatter_many(collectives: Collectives) -> None:
     """Several reductions at once, of several sizes, do what each of them would by itself."""
     world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
-    wide = {torch.float32} if collectives.capabilities.widening else set()
+    wide = (torch.float32,) if collectives.capabilities.widening else ()
     cases = [
         (op, wire, into, chosen)
         for op, wire in _floats(collectives, ReduceOp.SUM, ReduceOp.MEAN)
         if wire in (torch.float32, torch.bfloat16)
-        for into in {wire} | wide
+        # In one order on all ranks, which that of a set is not.
+        for into in dict.fromkeys((wire, *wide))
         for chosen in (_SIZES[:1], _SIZES)
     ]
     for op, wire, into, chosen in cases:
