@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,13 @@ from parity import draw, local, one_core, seeded, threaded, units_of
 from polyshard import checkpoint
 from polyshard.errors import CollectiveTimeoutError, PolyshardError, RankMismatchError
 from polyshard.interfaces import PluginContext
+from polyshard.planning import thresholds
 from polyshard.planning.device_mesh import mesh_over
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from polyshard_fsdp2 import CPUOffloadPolicy, fully_shard
 from random_programs import (
-    ONE_FORWARD,
     Event,
+    Extra,
     PlannedError,
     Program,
     Raising,
@@ -39,12 +41,16 @@ from random_programs import (
     Step,
     Turn,
     Use,
+    Way,
     draw_program,
+    forwards_of,
+    smaller,
 )
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
-QUICK = 20
+QUICK = 60
 QUICK_CHUNK = 10
 NIGHTLY = 2000
 CHUNK = 50
@@ -58,6 +64,13 @@ pytestmark = [
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+}
+
+
+#: Under what a sharded model's microbatches wait for the last.
+WAITING: dict[Turn, Callable[[nn.Module], AbstractContextManager[Any]]] = {
+    Turn.NO_SYNC: polyshard.no_sync,
+    Turn.REPLICAS: polyshard.no_all_reduce,
 }
 
 
@@ -97,6 +110,7 @@ class Run:
             with self._world.lock:
                 model = copy.deepcopy(self._start)
             self._shard(model, **settings)
+            model.pass_by = polyshard.skip
         kind = self.program.optimizer
         if kind == "muon":
             made: Any = exact(model)
@@ -112,6 +126,18 @@ class Run:
             policy: Any = units_of(Raising) if self.program.policy == "blocks" else self.program.policy
             polyshard.shard(model, threaded(self._world, self.rank, policy=policy, **settings))
             return
+        inner: Any = {"blocks": Raising, "always": (nn.Linear, Extra), "never": ()}[self.program.policy]
+        held = [parameter for module in model.modules() for parameter in module._parameters.values()]
+        # What modules share is the outermost one's.
+        alone = {id(each) for each in held if sum(other is each for other in held) == 1}
+        chosen = [
+            each for each in model.modules() if isinstance(each, inner) and alone.issuperset(map(id, each.parameters()))
+        ]
+        if front == "composed":
+            config = threaded(self._world, self.rank, **settings)
+            for module in (*reversed(chosen), model):
+                polyshard.fully_shard(module, config)
+            return
         context = PluginContext("threaded", torch.device("cpu"))
         mesh = mesh_over(ThreadedCollectives(context, self._world, self.rank), "cpu")
         given: dict[str, Any] = {
@@ -119,16 +145,8 @@ class Run:
             "reshard_after_forward": settings["reshard_after_forward"],
             "offload_policy": CPUOffloadPolicy(pin_memory=False) if settings["offload"] == "cpu" else None,
         }
-        inner: Any = {"blocks": Raising, "always": nn.Linear, "never": ()}[self.program.policy]
-        held = [parameter for module in model.modules() for parameter in module._parameters.values()]
-        # What modules share is the outermost one's.
-        alone = {id(each) for each in held if sum(other is each for other in held) == 1}
-        chosen = [
-            each for each in model.modules() if isinstance(each, inner) and alone.issuperset(map(id, each.parameters()))
-        ]
-        for module in reversed(chosen):
+        for module in (*reversed(chosen), model):
             fully_shard(module, **given)
-        fully_shard(model, **given)
 
     def begin(self, index: int, step: Step) -> None:
         """Events, forwards and backwards of one step."""
@@ -140,14 +158,18 @@ class Run:
     def _train(self, index: int, step: Step) -> None:
         turn, losses = step.turn, []
         seen = self.seen.values
-        forwards = 1 if turn in ONE_FORWARD else 2
-        for number in range(forwards):
-            x = draw(4, 3, turn=2 * index + number, rank=self.rank, requires_grad=step.differentiable)
-            quiet = turn is Turn.NO_SYNC and number == 0 and self.sharded
-            with polyshard.no_sync(self.model) if quiet else nullcontext():
+        for number in range(forwards_of(turn)):
+            x = draw(4, 3, turn=3 * index + number, rank=self.rank, requires_grad=step.differentiable)
+            quiet = WAITING.get(turn) if number < 2 and self.sharded else None
+            with nullcontext() if quiet is None else quiet(self.model):
                 loss = self._output(step, number, x).square().mean()
                 losses.append(loss)
                 seen.append(loss.detach())
+                if turn is Turn.INSIDE:
+                    continue
+                if turn is Turn.LOOK:
+                    with torch.no_grad():
+                        seen.append(self._output(step, number, x))
                 if turn is Turn.RETAINED:
                     loss.backward(retain_graph=True)
                 elif turn is Turn.GRAD_FIRST or (turn is Turn.GRAD_ALONE and number == 0):
@@ -181,8 +203,21 @@ class Run:
             y = torch.nn.functional.pad(x, (0, 2)).requires_grad_()
             output: torch.Tensor = model.along(y, step.ways[number], self.rank)
         else:
-            output = model(x, step.ways[number], self.rank, step.gated[self.rank])
+            self._agree(step.ways[number])
+            given = x, step.ways[number], self.rank, step.gated[self.rank]
+            if step.turn is Turn.AROUND:
+                reentrant = step.differentiable
+                output = activation_checkpoint(model, *given, use_reentrant=reentrant, preserve_rng_state=False)
+            else:
+                output = model(*given, inside=step.turn is Turn.INSIDE)
         return output
+
+    def _agree(self, way: Way) -> None:
+        """Tell other ranks which blocks this one passes by."""
+        model: Any = self.model
+        if self.sharded and any(Use.PASS in its for segment in way for its in segment.uses):
+            uses = [pair for each in way for pair in zip(each.blocks, each.uses[self.rank], strict=True)]
+            polyshard.agree_on_use(model, {model.blocks[index]: use is not Use.PASS for index, use in uses})
 
     def _happens(self, event: Event, index: int) -> None:
         model: Any = self.model
@@ -192,27 +227,44 @@ class Run:
         x = draw(2, 3, turn=100 + index, rank=self.rank)
         whole = polyshard.unsharded(model, writeback=event is Event.WRITE) if self.sharded else nullcontext()
         block = self._drawn.randrange(4)
-        if event is Event.EVALUATE:
+        if event in (Event.EVALUATE, Event.INFER):
             model.eval()
-            with torch.no_grad():
-                self.seen.values.append(model(x, plain, self.rank))
+            with torch.no_grad() if event is Event.EVALUATE else torch.inference_mode():
+                self.seen.values.append(model(x, plain, self.rank).clone())
             model.train()
         elif event is Event.READ:
             with whole:
                 self.seen.values += [each.detach().clone() for each in model.parameters()]
+                with torch.no_grad():
+                    self.seen.values.append(model(x, plain, self.rank))
+                    if self.sharded:
+                        # Lost.
+                        model.blocks[block].up.weight.zero_()
         elif event is Event.WRITE:
             with whole, torch.no_grad():
                 model.blocks[block].up.weight.mul_(0.5)
-        elif event is Event.FREEZE:
+        elif event is Event.CHANGE:
+            with torch.no_grad():
+                model.blocks[block].up.weight.mul_(0.5)
+        elif event in (Event.FREEZE, Event.FREEZE_WHOLE):
             for optimizer in self.optimizer:
                 optimizer.zero_grad()
             trained = model.blocks[block].up.weight.requires_grad
-            model.blocks[block].requires_grad_(not trained)
+            with whole if event is Event.FREEZE_WHOLE else nullcontext():
+                model.blocks[block].requires_grad_(not trained)
         elif event is Event.UNUSED:
             model(x, plain, self.rank)
         elif event is Event.RAISE:
             with pytest.raises(PlannedError):
                 model(x, plain, self.rank, raises=True)
+        elif event is Event.FAIL:
+            handle = model.blocks[block].register_forward_hook(_fail_in_backward)
+            with pytest.raises(PlannedError):
+                model(x, plain, self.rank).sum().backward()
+            handle.remove()
+            # What it left in ``.grad`` is undefined, unsharded too.
+            for optimizer in self.optimizer:
+                optimizer.zero_grad()
         elif event is Event.LOCAL and self.sharded:
             model.load_state_dict(model.state_dict())
         elif event is Event.SAVE:
@@ -267,6 +319,13 @@ class Run:
         """Whole parameters."""
         with polyshard.unsharded(self.model) if self.sharded else nullcontext():
             return {name: each.detach().clone() for name, each in self.model.named_parameters()}
+
+
+def _fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise PlannedError
+
+    output.register_hook(fail)
 
 
 def _backwards(turn: Turn, losses: list[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -342,7 +401,7 @@ def compare(program: Program, got: Seen, wanted: Seen, where: str) -> None:
 
 def rows_of(whole: torch.Tensor, part: int, parts: int) -> torch.Tensor:
     """The rows that ``Shard(0)`` gives the rank ``part`` of ``parts``."""
-    chunks = whole.chunk(parts)
+    chunks = whole.chunk(parts) if parts > 1 else (whole,)
     return chunks[part] if part < len(chunks) else whole[:0]
 
 
@@ -350,7 +409,9 @@ def check(program: Program, folder: Path) -> None:
     """Run ``program``."""
     start = seeded(lambda: Routed(program))
     wanted, parameters = reference(program, start, folder)
-    with one_core():
+    with one_core(), pytest.MonkeyPatch.context() as patch:
+        for name, size in program.small.items():
+            patch.setattr(thresholds, name, size)
         outcomes = ThreadedWorld(program.world_size, timeout=10.0).run(
             lambda rank, world: train(program, start, rank, world, folder), timeout=60.0
         )
@@ -375,20 +436,38 @@ def check(program: Program, folder: Path) -> None:
         torch.testing.assert_close(whole, parameters, rtol=rtol, atol=rtol / 10)
 
 
+def error_of(program: Program, folder: Path) -> BaseException | None:
+    """What ``program`` fails with; None where it does not."""
+    try:
+        check(program, folder)
+    except (Exception, pytest.fail.Exception) as error:
+        return error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return None
+
+
+def shrunk(program: Program, error: BaseException, folder: Path) -> tuple[Program, BaseException]:
+    """The smallest program with an error of that kind that is found by leaving out one thing after the other."""
+    for less in smaller(program):
+        found = error_of(less, folder)
+        if type(found) is type(error):
+            assert found is not None
+            return shrunk(less, found, folder)
+    return program, error
+
+
 def check_all(numbers: range, folder: Path) -> None:
-    """Run all programs; one failure names all that failed, and prints the first."""
-    failed: dict[int, BaseException] = {}
-    for number in numbers:
-        try:
-            check(draw_program(number), folder / str(number))
-        except (Exception, pytest.fail.Exception) as error:
-            failed[number] = error
+    """Run all programs; one failure names all that failed, and prints the first, shrunk."""
+    errors = {number: error_of(draw_program(number), folder / str(number)) for number in numbers}
+    failed = {number: error for number, error in errors.items() if error is not None}
     if failed:
         first = next(iter(failed))
+        program, error = shrunk(draw_program(first), failed[first], folder / "shrunk")
         pytest.fail(
             f"{len(failed)} of {len(numbers)} programs failed: {', '.join(map(str, failed))}. "
-            f"POLYSHARD_PROGRAM={first} runs the first alone:\n{draw_program(first)}\n"
-            f"{type(failed[first]).__name__}: {failed[first]}"
+            f"POLYSHARD_PROGRAM={first} runs the first alone. What is left of it:\n{program}\n"
+            f"{type(error).__name__}: {error}"
         )
 
 

@@ -6,7 +6,7 @@ A program is a function of its number alone, so that one that fails is run again
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -18,6 +18,26 @@ from torch.utils.checkpoint import checkpoint
 
 STEPS = 5
 BLOCKS = 4
+#: Thresholds of the engine: of a program some are as small as its parameters.
+SMALL = {"SMALLEST_SPLIT": 10, "DIRECT_NUMEL": 1, "SIDE_BY_SIDE_NBYTES": 0, "HELD_NBYTES": 0, "GROUPED_NBYTES": 4096}
+
+
+class Family(Enum):
+    """What each block has behind its layers."""
+
+    DENSE = "nothing"
+    SCALAR = "a parameter of no dimension"
+    SLIVERS = "a parameter of one element, and one of none"
+    LOOKUP = "an embedding"
+    RECURRENT = "a recurrent layer"
+    EXPERTS = "a parameter of three dimensions"
+    ADAPTED = "a frozen layer with a trained addition of low rank"
+    WORDS = "nothing; an embedding in front of the blocks and a head behind them share a weight"
+    BORROWED = "nothing; the weight of the last layer is read beside its forward"
+
+
+#: Families whose blocks have nothing more than their layers.
+BARE = (Family.DENSE, Family.WORDS, Family.BORROWED)
 
 
 class Use(Enum):
@@ -30,6 +50,7 @@ class Use(Enum):
     NO_GRAD = "run it under no_grad"
     RAISE = "let it raise at its end, and go on without it"
     ASIDE = "let it leave a loss beside its output"
+    PASS = "agree with the others that it passes by, and do"
 
 
 #: Uses after which each rank has run the same modules with gradients: ranks may mix them as they like.
@@ -43,7 +64,7 @@ class Turn(Enum):
     TOGETHER = "two forwards, then one backward of both"
     APART = "two forwards, then a backward of each, the later one first"
     IN_ORDER = "two forwards, then a backward of each, the earlier one first"
-    NO_SYNC = "a microbatch under no_sync before one that reduces"
+    NO_SYNC = "two microbatches under no_sync before one that reduces"
     MICROBATCHES = "two forwards, each with its backward"
     RETAINED = "two backwards through one graph"
     GRAD_FIRST = "autograd.grad of the input through a graph that is retained, then a backward through it"
@@ -51,23 +72,40 @@ class Turn(Enum):
     INPUTS = "backward(inputs=[x]), then a forward and a backward"
     PARAMETERS = "backward(inputs=some parameters)"
     PENALTY = "a backward through autograd.grad(create_graph=True) of the input"
+    LOOK = "a forward without gradients between a forward and its backward"
+    INSIDE = "a forward that calls its backward itself"
+    AROUND = "a forward under one checkpoint, and a backward"
+    REPLICAS = "two microbatches under no_all_reduce before one that reduces over replicas, too"
 
 
 #: Those that torch refuses where a re-entrant checkpoint is on the way.
 WITHOUT_REENTRANT = (Turn.GRAD_FIRST, Turn.GRAD_ALONE, Turn.INPUTS, Turn.PARAMETERS, Turn.PENALTY)
-ONE_FORWARD = (Turn.PLAIN, Turn.RETAINED, Turn.GRAD_FIRST, Turn.PARAMETERS, Turn.PENALTY)
+ONE_FORWARD = (
+    *(Turn.PLAIN, Turn.RETAINED, Turn.GRAD_FIRST, Turn.PARAMETERS, Turn.PENALTY, Turn.LOOK, Turn.INSIDE, Turn.AROUND),
+)
+
+
+def forwards_of(turn: Turn) -> int:
+    """How many forwards a step has, but for those that only look."""
+    if turn in (Turn.NO_SYNC, Turn.REPLICAS):
+        return 3
+    return 1 if turn in ONE_FORWARD else 2
 
 
 class Event(Enum):
     """What happens before a step, on all ranks alike."""
 
     EVALUATE = "a forward in eval mode, without gradients"
-    READ = "whole parameters are read"
+    INFER = "a forward in inference mode"
+    READ = "whole parameters are read, and computed with"
     WRITE = "a whole parameter is changed"
+    CHANGE = "a sharded parameter is changed"
     FREEZE = "a block is frozen, or trained again"
+    FREEZE_WHOLE = "the same, while parameters are whole"
     SAVE = "a checkpoint is loaded into a new model, sharded in another way"
     LOCAL = "this rank's part of the state is taken and given back"
     RAISE = "the whole forward raises at its end"
+    FAIL = "a backward raises on its way"
     UNUSED = "a forward whose output nobody uses"
 
 
@@ -123,12 +161,15 @@ class Program:
     """Of a configuration, but for the policy; ``front`` is who shards: ``polyshard.shard``, or FSDP2's drop-in."""
     policy: str
     optimizer: str
-    frozen: bool
-    """Whether a block is frozen from the beginning."""
+    frozen: str | None
+    """The module that is frozen from the beginning."""
     tied: bool
     """Whether two blocks share a weight."""
     nested: bool
     """Whether a block has another one inside."""
+    family: Family
+    small: dict[str, int]
+    """Sizes (``planning/thresholds.py``) from which on the engine takes another way: small, as these parameters are."""
     free: bool
     """Whether ranks may do what does not go together."""
     steps: tuple[Step, ...] = field(repr=False)
@@ -157,18 +198,58 @@ class PlannedError(Exception):
     """What a block raises."""
 
 
+class Extra(nn.Module):
+    """What is particular to a family, behind a block's layers."""
+
+    def __init__(self, family: Family) -> None:
+        super().__init__()
+        self.family = family
+        if family is Family.SCALAR:
+            self.scale = nn.Parameter(torch.tensor(0.7))
+        elif family is Family.SLIVERS:
+            self.scale, self.none = nn.Parameter(torch.tensor([0.7])), nn.Parameter(torch.empty(0))
+        elif family is Family.LOOKUP:
+            self.table = nn.Embedding(5, 5)
+        elif family is Family.RECURRENT:
+            self.memory = nn.GRU(5, 5)
+        elif family is Family.EXPERTS:
+            self.experts = nn.Parameter(torch.linspace(-0.5, 0.5, 50).view(2, 5, 5))
+        elif family is Family.ADAPTED:
+            self.base = nn.Linear(5, 5).requires_grad_(False)
+            self.down = nn.Parameter(torch.linspace(-1, 1, 10).view(5, 2))
+            self.up = nn.Parameter(torch.linspace(1, -1, 10).view(2, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.family is Family.SCALAR:
+            return x * self.scale.exp()
+        if self.family is Family.SLIVERS:
+            return x * self.scale + self.none.sum()
+        if self.family is Family.LOOKUP:
+            looked_up: torch.Tensor = self.table(x.detach().argmax(-1))
+            return x + looked_up
+        if self.family is Family.RECURRENT:
+            output: torch.Tensor = self.memory(x)[0]
+            return x + output
+        if self.family is Family.EXPERTS:
+            return x + torch.einsum("bi,eij->bj", x, self.experts)
+        return torch.tanh(self.base(x) + x @ self.down @ self.up)
+
+
 class Raising(Block):
     """A block that can be told to raise at its end."""
 
-    def __init__(self, inner: nn.Module | None = None) -> None:
+    def __init__(self, family: Family, inner: nn.Module | None = None) -> None:
         super().__init__()
         self.raises = False
+        self.extra = None if family in BARE else Extra(family)
         self.inner = inner
         #: Where a loss of its own goes; None for nowhere.
         self.aside: list[torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
+        if self.extra is not None:
+            y = self.extra(y)
         if self.inner is not None:
             y = self.inner(y)
         if self.aside is not None:
@@ -187,27 +268,54 @@ class Routed(nn.Module):
         self.again = nn.Linear(3, 5)
         self.again.weight = self.first.weight
         self.blocks = nn.ModuleList(
-            Raising(Raising() if program.nested and index == 1 else None) for index in range(BLOCKS)
+            Raising(program.family, Raising(Family.DENSE) if program.nested and index == 1 else None)
+            for index in range(BLOCKS)
         )
         if program.tied:
             blocks: Any = self.blocks
             blocks[2].down.weight = blocks[0].down.weight
-        if program.frozen:
-            self.blocks[1].requires_grad_(False)
+        self.borrows = program.family is Family.BORROWED
         self.gate = nn.Parameter(torch.linspace(0.5, 1.5, 5))
         self.last = nn.Linear(5, 2)
+        self.words: nn.Embedding | None = None
+        if program.family is Family.WORDS:
+            self.words, self.head = nn.Embedding(3, 5), nn.Linear(5, 3, bias=False)
+            self.head.weight = self.words.weight
         self.aside: list[torch.Tensor] = []
+        #: What a rank does in place of a block that it passes by.
+        self.pass_by: Callable[[nn.Module], object] = id
+        if program.frozen is not None:
+            self.get_submodule(program.frozen).requires_grad_(False)
 
-    def forward(self, x: torch.Tensor, way: Way, rank: int, gated: bool = False, raises: bool = False) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        way: Way,
+        rank: int,
+        gated: bool = False,
+        *,
+        raises: bool = False,
+        inside: bool = False,
+    ) -> torch.Tensor:
         self.aside = []
         y = self.first(x) + torch.tanh(self.again(x))
         if gated:
             y = y * self.gate
+        if self.words is not None:
+            y = y + self.words(x.detach().argmax(-1))
         y = self.along(y, way, rank)
         if raises:
             raise PlannedError
-        output: torch.Tensor = self.last(y)
-        return sum(self.aside, output)
+        output: torch.Tensor = sum(self.aside, self.last(y))
+        if self.borrows:
+            output = output + torch.tanh(y @ self.last.weight.t())
+        if self.words is not None:
+            output = output + torch.tanh(self.head(y)).mean(-1, keepdim=True)
+        if inside:
+            output = output.square().mean()
+            output.backward()
+            return output.detach()
+        return output
 
     def along(self, x: torch.Tensor, way: Way, rank: int) -> torch.Tensor:
         """What the blocks make of ``x``."""
@@ -219,7 +327,7 @@ class Routed(nn.Module):
     def _segment(self, segment: Segment, rank: int, x: torch.Tensor) -> torch.Tensor:
         def run(y: torch.Tensor) -> torch.Tensor:
             for index, use in zip(segment.blocks, segment.uses[rank], strict=True):
-                y = _under(segment.each, _using(self.blocks[index], use, self.aside), y)
+                y = _under(segment.each, _using(self.blocks[index], use, self.aside, self.pass_by), y)
             return y
 
         return _under(segment.around, run, x)
@@ -233,9 +341,13 @@ def _under(reentrant: bool | None, function: Callable[[torch.Tensor], torch.Tens
     return output
 
 
-def _using(block: Any, use: Use, aside: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _using(
+    block: Any, use: Use, aside: list[torch.Tensor], pass_by: Callable[[nn.Module], object]
+) -> Callable[[torch.Tensor], torch.Tensor]:
     def run(x: torch.Tensor) -> torch.Tensor:
-        if use is Use.SKIP:
+        if use is Use.PASS:
+            pass_by(block)
+        if use in (Use.SKIP, Use.PASS):
             return x * 1.0
         if use is Use.NO_GRAD:
             with torch.no_grad():
@@ -265,32 +377,82 @@ def draw_program(number: int) -> Program:
     policy = drawn.choice(("blocks", "blocks", "blocks", "always", "blocks" if flat else "never"))
     # One tensor a unit is decayed as a whole, so that all of a unit must be used or nothing.
     tied = not flat and drawn.random() < 0.3
+    family = drawn.choice((Family.DENSE, Family.DENSE, *Family))
+    if family is Family.BORROWED and policy == "always":
+        # The weight of one unit, in another one's forward.
+        family = Family.DENSE
     # A tied weight, and all of them where blocks are no units, are the outermost module's.
     alone = policy != "never" and not tied
     steps = tuple(_step(drawn, world_size, optimizer, free, alone) for _ in range(STEPS))
     saves = sum(event is Event.SAVE for step in steps for event in step.events)
+    # Several forwards of one module that meet in one backward: not beside weight gradients that are written in place.
+    meet = any(step.turn is Turn.TOGETHER or step.apart for step in steps)
+    some = any(step.turn is Turn.PARAMETERS for step in steps)
     return Program(
         number=number,
         world_size=world_size,
-        settings=_settings(drawn, world_size),
+        settings=_settings(drawn, world_size, family),
         policy=policy,
         optimizer=optimizer,
-        frozen=drawn.random() < 0.2,
+        # Of a backward of some parameters, one is every rank's.
+        frozen=drawn.choice((*(None,) * 6, "blocks.1", "blocks.0.up", "first", *(() if some else ("last",)))),
         tied=tied,
         nested=drawn.random() < 0.3,
+        family=family,
+        small={
+            name: size for name, size in SMALL.items() if drawn.random() < 0.3 and not (meet and name == "DIRECT_NUMEL")
+        },
         free=free,
         steps=steps,
-        others=tuple(_settings(drawn, world_size) for _ in range(saves)),
+        others=tuple(_settings(drawn, world_size, family) for _ in range(saves)),
     )
 
 
-def _settings(drawn: random.Random, world_size: int) -> dict[str, Any]:
+def smaller(program: Program) -> Iterator[Program]:
+    """Programs that do one thing less than ``program``."""
+    steps = program.steps
+    for index, step in enumerate(steps):
+        others = steps[:index], steps[index + 1 :]
+        if len(steps) > 1:
+            yield replace(program, steps=others[0] + others[1])
+        simpler = [
+            replace(step, events=tuple(each for each in step.events if each is not event)) for event in step.events
+        ]
+        if step.turn is not Turn.PLAIN:
+            simpler.append(replace(step, turn=Turn.PLAIN, ways=step.ways[:1]))
+        if step.clip is not None:
+            simpler.append(replace(step, clip=None))
+        for number, way in enumerate(step.ways):
+            for at, segment in enumerate(way):
+                for less in _smaller_segments(segment):
+                    its = (*way[:at], less, *way[at + 1 :])
+                    simpler.append(replace(step, ways=(*step.ways[:number], its, *step.ways[number + 1 :])))
+        yield from (replace(program, steps=(*others[0], each, *others[1])) for each in simpler)
+    yield from (replace(program, **{name: False}) for name in ("nested", "tied") if getattr(program, name))
+    if program.family is not Family.DENSE:
+        yield replace(program, family=Family.DENSE)
+    for name in program.small:
+        yield replace(program, small={each: size for each, size in program.small.items() if each != name})
+
+
+def _smaller_segments(segment: Segment) -> Iterator[Segment]:
+    if segment.around is not None or segment.each is not None:
+        yield replace(segment, around=None, each=None)
+    if any(segment.drops):
+        yield replace(segment, drops=(False,) * len(segment.drops))
+    for place in range(len(segment.blocks)):
+        if any(its[place] is not Use.USE for its in segment.uses):
+            uses = tuple((*its[:place], Use.USE, *its[place + 1 :]) for its in segment.uses)
+            yield replace(segment, uses=uses)
+
+
+def _settings(drawn: random.Random, world_size: int, family: Family) -> dict[str, Any]:
     strategies = ["full_shard", "full_shard", "shard_grad_op", "no_shard"]
     if world_size in (2, 4):
         strategies += ["hybrid_shard", "hybrid_shard_zero2"]
     settings: dict[str, Any] = {
         "strategy": drawn.choice(strategies),
-        "front": drawn.choice(("shard", "shard", "drop-in")),
+        "front": drawn.choice(("shard", "shard", "composed", "drop-in")),
         "offload": drawn.choice(
             ("none", "none", "none", "cpu", {"name": "partial", "device_bytes": drawn.choice((256, 1024, 4096))})
         ),
@@ -298,8 +460,14 @@ def _settings(drawn: random.Random, world_size: int) -> dict[str, Any]:
         "forward_prefetch": drawn.randint(0, 2),
         "backward_prefetch": drawn.randint(0, 2),
         "split_root": drawn.random() < 0.5,
-        "reshard_after_forward": drawn.choice((None, None, True, False)),
+        "reshard_after_forward": drawn.choice((None, None, True, False, "auto")),
     }
+    if settings["front"] == "drop-in" and family is Family.SCALAR:
+        # FSDP2 takes no scalars.
+        settings["front"] = "composed"
+    if settings["reshard_after_forward"] == "auto":
+        releases = settings["front"] != "drop-in" and settings["strategy"] in ("full_shard", "hybrid_shard")
+        settings |= {"memory_budget": "1 GiB"} if releases else {"reshard_after_forward": None}
     if settings["front"] == "drop-in":
         settings["offload"] = drawn.choice(("none", "none", "cpu"))
         return {key: settings[key] for key in ("front", "offload", "reshard_after_forward")}
@@ -313,36 +481,49 @@ def _settings(drawn: random.Random, world_size: int) -> dict[str, Any]:
 def _step(drawn: random.Random, world_size: int, optimizer: str, free: bool, alone: bool) -> Step:
     turn = drawn.choice(tuple(Turn))
     apart = alone and drawn.random() < 0.15
-    if apart and turn is Turn.NO_SYNC:
+    if apart and turn in (Turn.NO_SYNC, Turn.REPLICAS):
         # A second microbatch that runs no block, or drops all, reduces nothing.
         turn = Turn.MICROBATCHES
+    if apart and turn in (Turn.INSIDE, Turn.AROUND):
+        turn = Turn.PLAIN
     if turn is Turn.PARAMETERS and optimizer.startswith("flat"):
         # All of a unit must have gradients or nothing.
         turn = Turn.PLAIN
-    forwards = 1 if turn in ONE_FORWARD else 2
     # Called apart, each block has a backward of its own to notice: all ranks do the same with them. What a backward
     # computed is on no record that others know of.
     alike = apart or turn is Turn.PENALTY
-    ways = tuple(_way(drawn, 1 if alike else world_size, free, turn not in WITHOUT_REENTRANT) for _ in range(forwards))
+    reentrant = turn not in WITHOUT_REENTRANT and turn is not Turn.INSIDE
+    ways = tuple(_way(drawn, 1 if alike else world_size, free, reentrant) for _ in range(forwards_of(turn)))
     if alike:
         ways = tuple(tuple(_alike(segment, world_size) for segment in way) for way in ways)
     reentrant = any(segment.reentrant for way in ways for segment in way)
-    possible = [event for event in Event if event is not Event.FREEZE or optimizer in ("momentum", "adamw")]
+    possible = [event for event in Event if "FREEZE" not in event.name or optimizer in ("momentum", "adamw")]
+    if any(Use.PASS in its for way in ways for segment in way for its in segment.uses):
+        # Behind a backward that failed there is no agreement before the next forward.
+        possible.remove(Event.FAIL)
+        if turn is Turn.AROUND and reentrant:
+            turn = Turn.PLAIN
+    events = drawn.sample(possible, drawn.choice((0, 0, 0, 1, 1, 2)))
     return Step(
-        events=tuple(drawn.sample(possible, drawn.choice((0, 0, 0, 1, 1, 2)))),
+        # Behind a backward that failed comes the next forward: parameters may be whole until then.
+        events=tuple(sorted(events, key=lambda event: event is Event.FAIL)),
         turn=turn,
         ways=ways,
         # One tensor a unit is decayed as a whole, so that all of a unit must be used or nothing.
         gated=tuple(optimizer.startswith("flat") or drawn.random() < 0.5 for _ in range(world_size)),
         apart=apart,
-        differentiable=reentrant or turn in WITHOUT_REENTRANT or drawn.random() < 0.5,
+        # A backward inside of a forward is not to reach the model's own inputs.
+        differentiable=turn is not Turn.INSIDE and (reentrant or turn in WITHOUT_REENTRANT or drawn.random() < 0.5),
         clip=drawn.choice((None, None, "polyshard", "torch")),
         set_to_none=drawn.choice((True, True, True, False, None)),
     )
 
 
 def _alike(segment: Segment, world_size: int) -> Segment:
-    return replace(segment, uses=segment.uses * world_size, drops=segment.drops * world_size)
+    (its,) = segment.uses
+    # Outside of a forward nobody passes by.
+    uses = tuple(Use.SKIP if use is Use.PASS else use for use in its)
+    return replace(segment, uses=(uses,) * world_size, drops=segment.drops * world_size)
 
 
 def _way(drawn: random.Random, world_size: int, free: bool, reentrant: bool) -> Way:
@@ -359,13 +540,16 @@ def _way(drawn: random.Random, world_size: int, free: bool, reentrant: bool) -> 
         # A backward comes to what is left aside through the output, and a checkpoint leaves it again.
         aside = any(Use.ASIDE in column for column in columns)
         dropped = drawn.random() < 0.3 and not aside
+        around = drawn.choice(kinds) if drawn.random() < 0.6 and not aside else None
+        # Who passes by is in one checkpoint at most.
+        single = aside or (around is not None and any(Use.PASS in column for column in columns))
         segments.append(
             Segment(
                 blocks=tuple(these),
                 uses=tuple(tuple(column[rank] for column in columns) for rank in range(world_size)),
                 drops=tuple(dropped and drawn.random() < 0.5 for _ in range(world_size)),
-                around=drawn.choice(kinds) if drawn.random() < 0.6 and not aside else None,
-                each=drawn.choice(kinds) if drawn.random() < 0.3 and not aside else None,
+                around=around,
+                each=drawn.choice(kinds) if drawn.random() < 0.3 and not single else None,
             )
         )
     return tuple(segments)
@@ -374,8 +558,10 @@ def _way(drawn: random.Random, world_size: int, free: bool, reentrant: bool) -> 
 def _column(drawn: random.Random, world_size: int, free: bool) -> Sequence[Use]:
     """What each rank does with one block."""
     if free and drawn.random() < 0.05:
-        return [drawn.choice(tuple(Use)) for _ in range(world_size)]
-    everyone = drawn.choice((*ALIKE, Use.SKIP, Use.TWICE, Use.NO_GRAD, Use.ASIDE))
+        return [drawn.choice([use for use in Use if use is not Use.PASS]) for _ in range(world_size)]
+    everyone = drawn.choice((*ALIKE, Use.SKIP, Use.TWICE, Use.NO_GRAD, Use.ASIDE, Use.PASS))
+    if everyone is Use.PASS:
+        return [drawn.choice((Use.USE, Use.PASS)) for _ in range(world_size)]
     if everyone in ALIKE:
         return [drawn.choice(ALIKE) for _ in range(world_size)]
     return [everyone] * world_size
