@@ -249,57 +249,6 @@ def inputs_first_and_weights_later(rank: int) -> None:
         same(means, [each.grad.full_tensor() for each in plain.parameters()], **EXACT)
 
 
-class Headless(nn.Module):
-    """A model whose loss is taken chunk by chunk: its head is called from outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        words = make()
-        self.embedding, self.blocks, self.norm = words.embedding, words.blocks, words.norm
-        self.lm_head = words.head
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(words)
-        for block in self.blocks:
-            x = block(x)
-        hidden: torch.Tensor = self.norm(x)
-        return hidden
-
-
-def _in_chunks(model: Any, words: torch.Tensor, chunks: int) -> float:
-    hidden = model(words)
-    head, parts, total = model.lm_head, hidden.detach().chunk(chunks, dim=1), 0.0
-    grads = []
-    for number, (part, target) in enumerate(zip(parts, words.chunk(chunks, dim=1), strict=True)):
-        last = number == chunks - 1
-        head.set_requires_gradient_sync(last, recurse=False)
-        head.set_reshard_after_backward(last, recurse=False)
-        part.requires_grad_()
-        loss = nn.functional.cross_entropy(head(part).flatten(0, 1), target.flatten(), reduction="sum")
-        loss.backward()
-        total += loss.item()
-        grads.append(part.grad)
-    hidden.backward(torch.cat(grads, dim=1))
-    return total
-
-
-def chunked_loss(rank: int) -> None:
-    def run(face: ModuleType) -> list[Any]:
-        model: Any = Headless()
-        for module in (*model.blocks, model.lm_head, model):
-            face.fully_shard(module, mesh=cpu_mesh())
-        model.lm_head.set_reshard_after_forward(False)
-        held, optimizer = held_in(model), torch.optim.SGD(model.parameters(), lr=0.01)
-        told: list[Any] = []
-        for words in batches(2):
-            told += [_in_chunks(model, words, 3), gradients(held)]
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*told, wholes(model)]
-
-    alike(run)
-
-
 def _schedule() -> Iterator[tuple[str, int]]:
     """One forward, one backward: two forwards ahead."""
     yield from (("forward", 0), ("forward", 1))
@@ -492,7 +441,6 @@ BODIES: dict[Callable[[int], object], int] = {
     backwards_that_the_caller_ends: 2,
     ends_over_replicas: 4,
     inputs_first_and_weights_later: 2,
-    chunked_loss: 2,
     an_optimizer_ends_what_backwards_left: 2,
     states_that_are_loaded_are_seen: 2,
     an_exception_in_the_middle: 4,

@@ -256,18 +256,3 @@ def test_states_in_blocks(ranks: KeptRanks, tmp_path: Path, package: str, kind: 
     for number in (4, 1):
         for found in ranks.run(number, trained_in_blocks, package, kind, str(tmp_path), True):
             same(found, wanted, rtol=0, atol=0)
-
-
-def refused_in_blocks(rank: int) -> str:
-    model = FewRows()
-    OURS.fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    with pytest.raises(UnsupportedError) as caught:
-        steps(model, in_blocks("bitsandbytes.optim", "AdamW8bit", model), range(1))
-    return str(caught.value)
-
-
-def test_bitsandbytes_is_told_that_it_cannot(ranks: KeptRanks) -> None:
-    pytest.importorskip("bitsandbytes")
-    for rank, message in enumerate(ranks.run(2, refused_in_blocks)):
-        assert f"AdamW8bit of bitsandbytes cannot step the DTensor 'table' (rank {rank})" in message
-        assert "torchao" in message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -15,7 +14,6 @@ from fsdp2_models import (
     FACES,
     OURS,
     alike,
-    as_unsharded,
     as_whole,
     batches,
     both,
@@ -29,7 +27,6 @@ from fsdp2_models import (
 )
 from processes import KeptRanks
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 def _trains(rank: int, settings: dict[str, Any]) -> None:
@@ -52,35 +49,12 @@ def test_parity_with_torch(ranks: KeptRanks, world_size: int, releases: bool | i
     ranks.run(world_size, _trains, {"reshard_after_forward": releases} if releases is not None else {})
 
 
-def parity_with_the_unsharded_model(rank: int) -> None:
-    as_unsharded(shard_all(OURS, make()), make())
-
-
 def replicas_of_shards(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model = shard_all(face, make(), cpu_mesh(2, 2))
         return train(model), wholes(model)
 
     both(run)
-
-
-def _tied(rank: int, listed: bool) -> None:
-    def run(face: ModuleType) -> Any:
-        model, mesh = make(tied=True), cpu_mesh()
-        for block in model.blocks:
-            face.fully_shard(block, mesh=mesh)
-        if listed:
-            pair = face.fully_shard([model.embedding, model.head], mesh=mesh)
-            assert all(isinstance(each, face.FSDPModule) for each in pair)
-        face.fully_shard(model, mesh=mesh)
-        return train(model), wholes(model)
-
-    both(run)
-
-
-@pytest.mark.parametrize("listed", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_tied_weights(ranks: KeptRanks, listed: bool) -> None:
-    ranks.run(2, _tied, listed)
 
 
 def several_roots(rank: int) -> None:
@@ -98,17 +72,6 @@ def several_roots(rank: int) -> None:
             model.zero_grad()
             told.append(loss.item())
         return told, wholes(model)
-
-    both(run)
-
-
-def activation_checkpointing(rank: int) -> None:
-    def run(face: ModuleType) -> Any:
-        model = make()
-        for block in model.blocks:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-        shard_all(face, model)
-        return train(model), wholes(model)
 
     both(run)
 
@@ -252,14 +215,6 @@ def test_one_rank_divides(ranks: KeptRanks) -> None:
     ranks.run(1, _alone)
 
 
-def cpu_offload(rank: int) -> None:
-    def run(face: ModuleType) -> Any:
-        model = shard_all(face, make(), offload_policy=face.CPUOffloadPolicy(pin_memory=False))
-        return train(model), wholes(model)
-
-    both(run)
-
-
 def ignored_parameters(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model = make()
@@ -368,13 +323,10 @@ def compiled_blocks(rank: int) -> None:
 
 #: Bodies, and on how many ranks each runs.
 BODIES: dict[Callable[[int], object], int] = {
-    parity_with_the_unsharded_model: 2,
     replicas_of_shards: 4,
     several_roots: 2,
-    activation_checkpointing: 2,
     parameters_that_keep_their_dtype: 2,
     inputs_that_are_not_cast: 2,
-    cpu_offload: 2,
     ignored_parameters: 2,
     parameters_of_several_dtypes: 2,
     parameters_without_gradients: 2,

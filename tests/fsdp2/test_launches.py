@@ -15,28 +15,16 @@ import polyshard_fsdp2._settings
 import pytest
 import torch
 from fsdp2_models import FACES, OURS, Words, batches, cpu_mesh, loss_of, shard_all
-from parity import Block as OddBlock
 from parity import (
-    Net,
-    accumulating_step,
-    adam,
-    assert_parity,
     draw,
-    on_ranks,
+    fake,
     root_of,
     seeded,
-    sgd,
-    sharded_copy,
-    square_step,
-    train,
-    train_reference,
     units_of,
 )
-from polyshard.interfaces import Observer, PluginContext, UnitEvent, UnitOperation, UnitSpec
-from polyshard.planning import thresholds
+from polyshard.interfaces import Observer, UnitEvent, UnitOperation, UnitSpec
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.gloo import GlooCollectives
-from polyshard_backends.threaded import ThreadedWorld
 from processes import KeptRanks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -90,7 +78,7 @@ def launches_of(
     model: nn.Module, inside: type[nn.Module], steps: int, batch_nbytes: int | str, offload: str = "none"
 ) -> list[Launches]:
     """Of each of so many steps, on one of four pretended ranks, where each module of type ``inside`` is a group."""
-    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    collectives = fake()
     settings = {"split_root": False, "batch_nbytes": batch_nbytes, "offload": offload}
     polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=units_of(inside), **settings))
     assert sum(len(unit.parameters) for unit in root_of(model).units) == len(list(model.parameters()))
@@ -133,52 +121,8 @@ def test_groups_of_medium_size_share_reductions(room: int, reductions: int) -> N
     assert (found.reduced, found.reduced_alone) == ([], reductions)
 
 
-GROUPS: dict[str, Any] = {"policy": units_of(OddBlock), "batch_nbytes": 1}
-
-
-@pytest.mark.parametrize("step", [square_step, accumulating_step])
-@pytest.mark.parametrize(
-    ("world_size", "held", "offload"), [(2, 1, "none"), (3, thresholds.HELD_NBYTES, "none"), (2, 1, "cpu")]
-)
-def test_training_is_that_of_the_unsharded_model(
-    monkeypatch: pytest.MonkeyPatch, world_size: int, held: int, offload: str, step: Any
-) -> None:
-    """``held`` of 1: gradients are copied, and let go of, before they are reduced."""
-    monkeypatch.setattr(thresholds, "HELD_NBYTES", held)
-    settings = {**GROUPS, "offload": offload}
-    assert_parity(seeded(lambda: Net(3)), step, world_size=world_size, turns=2, optimizer=adam, settings=settings)
-
-
-def half_frozen() -> nn.Module:
-    model = Net(3)
-    model.blocks[0].up.requires_grad_(False)
-    model.blocks[2].requires_grad_(False)
-    return model
-
-
-def test_frozen_parameters_of_a_group() -> None:
-    assert_parity(seeded(half_frozen), world_size=2, turns=2, optimizer=adam, settings=GROUPS)
-
-
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "no_shard"])
-def test_replicas(strategy: str) -> None:
-    model = seeded(lambda: Net(2))
-    expected = train_reference(model, square_step, 4, turns=2)
-    sharding = {"shard_size": 2} if strategy == "hybrid_shard" else {}
-
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        mine = sharded_copy(model, rank, world, **GROUPS, strategy=strategy, **sharding)
-        optimizer = sgd(mine)
-        train(mine, optimizer, square_step, rank, 2)
-        with polyshard.unsharded(mine):
-            for name, parameter in mine.named_parameters():
-                torch.testing.assert_close(parameter.detach(), expected.parameters[name], rtol=1e-12, atol=1e-12)
-
-    on_ranks(4, on_rank)
-
-
 def test_replicas_add_up_a_group_by_one_reduction() -> None:
-    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    collectives = fake()
     model = seeded(Model)
     settings = {"split_root": False, "batch_nbytes": 1, "strategy": "hybrid_shard"}
     config = polyshard.ShardConfig(collectives=collectives, policy=units_of(Block), shard_size=2, **settings)

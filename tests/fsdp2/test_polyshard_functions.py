@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from operator import is_
 from pathlib import Path
@@ -196,41 +195,6 @@ def whole_parameters_reports_and_placements(rank: int) -> None:
     polyshard.close(model)
 
 
-def modules_that_ranks_leave_out(rank: int) -> None:
-    """A block that one rank takes: losses and parameters are those of one process that has both ranks' losses."""
-
-    class Branched(Words):
-        def forward(self, words: torch.Tensor, takes: bool = True) -> torch.Tensor:
-            x = self.blocks[0](self.embedding(words))
-            if takes:
-                x = self.blocks[1](x)
-            else:
-                polyshard.skip(self.blocks[1])
-            found: torch.Tensor = self.head(self.norm(x))
-            return found
-
-    def losses(model: nn.Module, turn: int, of: int) -> torch.Tensor:
-        words = torch.randint(0, 17, (2, 5), generator=torch.Generator().manual_seed(10 * turn + of))
-        found: torch.Tensor = model(words, of in takers[turn]).square().mean()
-        return found
-
-    takers: list[set[int]] = [{1}, {0, 1}, {0}, set(), {1}]
-    torch.manual_seed(0)
-    whole = Branched().double()
-    model = copy.deepcopy(whole)
-    shard_all(OURS, model)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, model)]
-    for turn, taking in enumerate(takers):
-        ((losses(whole, turn, 0) + losses(whole, turn, 1)) / 2).backward()
-        polyshard.agree_on_use(model, {model.blocks[1]: rank in taking})
-        losses(model, turn, rank).backward()
-        assert taking or all(parameter.grad is None for parameter in model.blocks[1].parameters())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    same(wholes(model), whole.state_dict(), rtol=1e-12, atol=1e-12)
-
-
 def _checkpointed(rank: int, folder: str) -> None:
     model = shard_all(OURS, make())
     optimizer = torch.optim.AdamW(polyshard.flat_parameters(model), lr=1e-2)
@@ -266,7 +230,6 @@ BODIES: dict[Callable[[int], object], int] = {
     what_was_set_before_parameters_had_memory: 2,
     averages_refuse_steps: 2,
     weights_are_handed_out: 2,
-    modules_that_ranks_leave_out: 2,
 }
 
 

@@ -32,7 +32,6 @@ from fsdp2_models import (
     train,
     wholes,
 )
-from polyshard.planning.layout import rows_layout
 from processes import KeptRanks
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -216,24 +215,6 @@ def hooks_on_gradients(face: ModuleType) -> Any:
     return dict(sorted(found.items())), seen(model)
 
 
-def frozen_and_thawed(face: ModuleType) -> Any:
-    model = make()
-    model.embedding.requires_grad_(False)
-    for block in model.blocks:
-        block.up.requires_grad_(False)
-    shard_all(face, model)
-    found = []
-    for frozen in (None, model.blocks[1], model.norm):
-        if frozen is not None:
-            frozen.requires_grad_(False)
-        loss_of(model, next(batches(1))).backward()
-        found.append(seen(model))
-        model.zero_grad()
-    model.requires_grad_(True)
-    found.append(train(model, 1))
-    return [*found, seen(model)]
-
-
 def replaced_by_hand(face: ModuleType) -> Any:
     """Before the first forward a parameter may be another object, as a ``DTensor`` that lies alike."""
     model = shard_all(face, make())
@@ -390,7 +371,6 @@ BODIES: dict[Callable[[ModuleType], object], int] = {
     updated_by_hand: 2,
     gradients_in_the_hands_of_users: 2,
     hooks_on_gradients: 2,
-    frozen_and_thawed: 2,
     replaced_by_hand: 2,
     cast_before_the_first_forward: 2,
     cast_while_training: 2,
@@ -405,17 +385,3 @@ BODIES: dict[Callable[[ModuleType], object], int] = {
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_beside_torch(ranks: KeptRanks, body: Callable[[ModuleType], object]) -> None:
     ranks.run(BODIES[body], beside_torch, body)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shards", [1, 2, 3, 8])
-@pytest.mark.parametrize("shape", [(301, 173), (7, 3, 2), (5,), (1, 9), (2, 4096)])
-def test_slices_are_the_chunks_of_torch(shape: tuple[int, ...], shards: int) -> None:
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    size = rows_layout([whole], [0], shards=shards, itemsize=4).shard_numel
-    chunks = torch.chunk(whole, shards)
-    flat = whole.flatten()
-    for rank in range(shards):
-        ours = flat[rank * size : (rank + 1) * size]
-        theirs = chunks[rank].flatten() if rank < len(chunks) else flat[:0]
-        assert torch.equal(ours, theirs)

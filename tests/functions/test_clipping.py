@@ -12,7 +12,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, local, on_ranks, seeded, sharded_copy, units_of
+from parity import Block, Net, draw, local, on_ranks, one_by_one, seeded, sharded_copy, units_of
 from polyshard.errors import ConfigError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import RankPool
@@ -62,9 +62,11 @@ def whole_norm(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
-@pytest.mark.parametrize(
-    ("order", "foreach"), [(2.0, None), (2.0, True), (1.0, False), (math.inf, "ours"), (3.0, "ours")]
+@one_by_one(
+    "world_size, settings",
+    STRATEGIES,
+    "order, foreach",
+    [(2.0, None), (2.0, True), (1.0, False), (math.inf, "ours"), (3.0, "ours")],
 )
 def test_clipping_by_torch_is_that_of_the_whole_model(
     world_size: int, settings: dict[str, Any], order: float, foreach: bool | str | None
@@ -203,22 +205,6 @@ def test_flat_parameters_are_clipped_by_either_name(world_size: int, settings: d
     clipped = torch.tensor(0.01, dtype=torch.float64) * norm / (norm + 1e-6)
     for got in on_ranks(world_size, on_rank):
         torch.testing.assert_close(got, [norm, norm, norm, norm, clipped], rtol=1e-12, atol=0)
-
-
-def test_a_model_composed_from_the_inside_out_is_found_by_its_outermost_root() -> None:
-    norm = norm_of(p.grad for p in averaged(2).parameters())
-
-    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
-        model = seeded(Net)
-        config = polyshard.ShardConfig(collectives={"name": "threaded", "world": world, "rank": rank})
-        for block in model.blocks:  # type: ignore[union-attr]
-            polyshard.fully_shard(block, config)
-        polyshard.fully_shard(model, config)
-        backward(model, rank)
-        return whole_norm(clip_grad_norm_(model.parameters(), 1.0))
-
-    for got in on_ranks(2, on_rank):
-        torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
 
 
 def test_whatever_is_not_sharded_is_left_to_torch() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import draw, local, on_ranks, root_of, seeded, threaded
+from parity import draw, local, on_ranks, one_by_one, root_of, seeded, threaded
 from polyshard.errors import ConfigError, RankMismatchError
 from polyshard.interfaces import ReduceOp
 from polyshard_backends.threaded import ThreadedWorld
@@ -64,8 +64,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
-@pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
+@one_by_one("world_size, settings", STRATEGIES, "order", [2.0, 1.0, math.inf])
 def test_what_the_user_averaged_counts_once(world_size: int, settings: dict[str, Any], order: float) -> None:
     wanted = averaged(world_size)
     flat = torch.cat([p.grad.flatten() for p in wanted.parameters() if p.grad is not None]).abs()
@@ -83,8 +82,7 @@ def test_what_the_user_averaged_counts_once(world_size: int, settings: dict[str,
         torch.testing.assert_close(gradient, wanted.expert.weight.grad * (0.01 / (norm + 1e-6)), rtol=1e-12, atol=0)  # type: ignore[union-attr,operator]
 
 
-@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
-@pytest.mark.parametrize("order", [2.0, math.inf])
+@one_by_one("world_size, settings", STRATEGIES, "order", [2.0, math.inf])
 def test_what_nobody_averaged_is_refused_by_name_on_all_ranks(
     world_size: int, settings: dict[str, Any], order: float
 ) -> None:
@@ -189,8 +187,7 @@ def test_the_hook_that_the_documentation_gives_averages() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
-@pytest.mark.parametrize("order", [2.0, math.inf])
+@one_by_one("world_size, settings", STRATEGIES, "order", [2.0, math.inf])
 def test_what_each_rank_owns_counts_for_all(world_size: int, settings: dict[str, Any], order: float) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, list[torch.Tensor]]:
         model: Any = seeded(Experts)

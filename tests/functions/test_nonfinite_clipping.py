@@ -8,7 +8,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, local, on_ranks, seeded, sharded_copy, threaded, units_of
+from parity import Block, Net, draw, local, on_ranks, one_by_one, seeded, sharded_copy, threaded, units_of
 from polyshard.errors import NonFiniteError, PolyshardError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -43,9 +43,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[k].nan_to_num(7), other[k].nan_to_num(7)) for k in one)
 
 
-@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
-@pytest.mark.parametrize("order", [2.0, math.inf])
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@one_by_one("world_size, settings", STRATEGIES, "order", [2.0, math.inf], "bad", [math.inf, math.nan])
 def test_one_rank_that_is_not_finite_is_an_error_on_all(
     world_size: int, settings: dict[str, Any], order: float, bad: float
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, local, on_ranks, seeded, sharded_copy, threaded, units_of
+from parity import Block, Net, draw, local, on_ranks, one_by_one, seeded, sharded_copy, threaded, units_of
 from polyshard.errors import ConfigError
 from polyshard.planning.meshes import WorldMesh
 from polyshard_backends.threaded import ThreadedWorld
@@ -114,12 +114,12 @@ def train(
         return scales, torch.cat([p.detach() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("make", [sgd, adam, fused])
-@pytest.mark.parametrize(
-    ("kind", "clips"), [(torch.amp.GradScaler, False), (torch.amp.GradScaler, True), (polyshard.GradScaler, True)]
-)
-@pytest.mark.parametrize(
-    ("world_size", "settings"),
+@one_by_one(
+    "make",
+    [sgd, adam, fused],
+    "kind, clips",
+    [(torch.amp.GradScaler, False), (torch.amp.GradScaler, True), (polyshard.GradScaler, True)],
+    "world_size, settings",
     [
         (2, {"strategy": "full_shard"}),
         (5, {"strategy": "shard_grad_op"}),
@@ -314,9 +314,7 @@ def accumulated(world_size: int, clips: bool) -> tuple[list[float], torch.Tensor
     return scales, torch.cat([parameter.detach() for parameter in parameters])
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["reduced each", "no_sync"])
-@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
-@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
+@one_by_one("waits", [False, True], "clips", [False, True], "world_size, settings", STRATEGIES)
 def test_an_overflow_of_one_rank_in_one_microbatch_is_skipped_by_all(
     waits: bool, clips: bool, world_size: int, settings: dict[str, Any]
 ) -> None:

@@ -167,23 +167,6 @@ def test_a_step_behind_one_that_a_hook_ended() -> None:
     assert max(run(4, raising)) < 1e-12
 
 
-def optimizer_made_before(rank: int) -> str:
-    with meshed(TP, rank) as (model, mesh):
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        polyshard.shard(model, config_of(TP, mesh))
-        model(TP.batch(0, TP.data_rank(coordinate_of(mesh)), 0)).backward()
-        with pytest.raises(ConfigError) as caught:
-            optimizer.step()
-        polyshard.close(model)
-    return str(caught.value)
-
-
-def test_an_optimizer_of_the_dtensors_from_before_is_refused() -> None:
-    for text in run(4, optimizer_made_before):
-        assert "SGD holds 'embed.weight'" in text
-        assert "never be updated" in text
-
-
 class Scaled(nn.Module):
     """A plain parameter beside the tensor parallel ones."""
 

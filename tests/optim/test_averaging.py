@@ -17,6 +17,7 @@ from parity import (
     assert_all_close,
     draw,
     on_ranks,
+    one_by_one,
     seeded,
     sharded_copy,
     square_step,
@@ -80,8 +81,7 @@ def train(model: nn.Module, rank: int, optimizer: torch.optim.Optimizer, turns: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("world_size", "settings"), SETTINGS)
+@one_by_one("kind", KINDS, "world_size, settings", SETTINGS)
 def test_the_average_is_torchs_of_the_unsharded_model(kind: str, world_size: int, settings: dict[str, Any]) -> None:
     decay, torchs = KINDS[kind]
     trained, averaged = reference(world_size, 4, torchs)
@@ -105,30 +105,6 @@ def test_the_average_is_torchs_of_the_unsharded_model(kind: str, world_size: int
         torch.testing.assert_close(inside, named(averaged), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(behind, named(trained), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(later, named(after), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("world_size", "settings"), [(3, {}), (2, {"strategy": "no_shard"})])
-def test_an_average_by_copies_of_parameters_is_that_of_the_unsharded_model(
-    world_size: int, settings: dict[str, Any]
-) -> None:
-    _, averaged = reference(world_size, 4, EMA)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS, **settings)
-        optimizer = sgd(model.parameters())
-        train(model, rank, optimizer, range(1))
-        average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        for turn in range(1, 4):
-            train(model, rank, optimizer, range(turn, turn + 1))
-            for name, parameter in model.named_parameters():
-                average[name].lerp_(parameter.detach(), 0.1)
-        assert {name: each.shape for name, each in average.items()} == {
-            name: each.shape for name, each in averaged.named_parameters()
-        }
-        return {name: each.full_tensor() for name, each in average.items()}  # type: ignore[attr-defined]
-
-    for found in on_ranks(world_size, on_rank):
-        torch.testing.assert_close(found, named(averaged), rtol=1e-12, atol=1e-12)
 
 
 def test_flat_parameters_and_those_outside_of_units_are_averaged_too() -> None:

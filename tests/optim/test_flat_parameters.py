@@ -13,7 +13,6 @@ from parity import (
     Block,
     Net,
     adam,
-    assert_all_close,
     draw,
     is_sharded,
     local,
@@ -22,8 +21,6 @@ from parity import (
     sharded_copy,
     square_step,
     threaded,
-    train,
-    train_reference,
     units_of,
     warns_for,
     whole,
@@ -35,8 +32,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 #: What is ignored here is trained, and its gradients are averaged by hand or not at all.
 pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
-
-STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 
 
 def flat_adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -61,14 +56,6 @@ def trained(
         return on_ranks(world_size, on_rank)
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_training_with_flat_parameters_equals_the_unsharded_model(world_size: int, strategy: str, offload: str) -> None:
-    expected = train_reference(seeded(Net), square_step, world_size, turns=4, optimizer=adam).parameters
-    assert_all_close(trained(world_size, 4, policy=units_of(Block), strategy=strategy, offload=offload), expected)
-
-
 def test_there_is_one_parameter_a_unit_and_it_is_this_ranks_shard() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
@@ -88,66 +75,6 @@ def test_there_is_one_parameter_a_unit_and_it_is_this_ranks_shard() -> None:
     on_ranks(2, on_rank)
 
 
-def test_gradients_accumulate_over_backwards_and_microbatches() -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        if is_sharded(model):
-            with polyshard.no_sync(model):
-                first = square_step(model, turn, rank)
-        else:
-            first = square_step(model, turn, rank)
-        return [*first, *square_step(model, turn + 10, rank), *square_step(model, turn + 20, rank)]
-
-    expected = train_reference(seeded(Net), step, 2, turns=3, optimizer=adam).parameters
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
-        optimizer = flat_adam(model)
-        train(model, optimizer, step, rank, 3)
-        return whole(model)
-
-    assert_all_close(on_ranks(2, on_rank), expected)
-
-
-def test_clipping_sees_the_norm_of_all_ranks() -> None:
-    reference = seeded(Net)
-    for rank in range(2):
-        (reference(draw(4, 3, rank=rank)).square().mean() / 2).backward()
-    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[float, float]:
-        model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
-        flat = polyshard.flat_parameters(model)
-        model(draw(4, 3, rank=rank)).square().mean().backward()
-        norm = polyshard.clip_grad_norm_(model, 0.01)
-        left = sum(local(parameter.grad).square().sum().item() for parameter in flat if parameter.grad is not None)
-        return norm.item(), left
-
-    results = on_ranks(2, on_rank)
-    for norm, _ in results:
-        assert norm == pytest.approx(expected.item(), rel=1e-12)
-    assert sum(left for _, left in results) ** 0.5 == pytest.approx(0.01, rel=1e-3)
-
-
-@pytest.mark.parametrize("of", ["flat", "parameters"])
-def test_torch_clips_by_either(of: str) -> None:
-    reference = seeded(Net)
-    for rank in range(2):
-        (reference(draw(4, 3, rank=rank)).square().mean() / 2).backward()
-    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[float, list[torch.Tensor]]:
-        model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
-        flat = polyshard.flat_parameters(model)
-        model(draw(4, 3, rank=rank)).square().mean().backward()
-        norm = nn.utils.clip_grad_norm_(flat if of == "flat" else model.parameters(), 0.01)
-        gradients = [parameter.grad for parameter in model.parameters()]
-        return local(norm).item(), [gradient.full_tensor() for gradient in gradients]
-
-    for norm, gradients in on_ranks(2, on_rank):
-        assert norm == pytest.approx(expected.item(), rel=1e-12)
-        torch.testing.assert_close(gradients, [parameter.grad for parameter in reference.parameters()])
-
-
 def test_gradients_of_parameters_are_views_that_cannot_be_exchanged() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
@@ -165,18 +92,6 @@ def test_gradients_of_parameters_are_views_that_cannot_be_exchanged() -> None:
         assert torch.equal(local(copied), local(weight))
 
     on_ranks(2, on_rank)
-
-
-def test_a_single_rank_trains_its_own_parameters() -> None:
-    expected = train_reference(seeded(Net), square_step, 1, turns=2, optimizer=adam).parameters
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block), strategy="no_shard")
-        optimizer = flat_adam(model)
-        train(model, optimizer, square_step, rank, 2)
-        return {name: local(parameter).detach().clone() for name, parameter in model.named_parameters()}
-
-    assert_all_close(on_ranks(1, on_rank), expected)
 
 
 def test_parameters_outside_of_units_come_last() -> None:
@@ -355,29 +270,3 @@ def test_a_gradient_on_any_rank_in_any_backward_is_enough(uses: Uses) -> None:
     expected = partly_trained(adamw, uses)
     for found in flat_trained(adamw, uses):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_unit_without_any_gradient_is_left_alone() -> None:
-    class Skips(Net):
-        skips = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            for index, block in enumerate(self.blocks):
-                if index != 1 or not self.skips:
-                    x = block(x)
-            return self.last(x)
-
-    def step(model: Any, turn: int, rank: int) -> list[torch.Tensor]:
-        model.skips = turn == 1
-        return square_step(model, turn, rank)
-
-    expected = train_reference(seeded(Skips), step, 2, turns=3, optimizer=adam).parameters
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        model = sharded_copy(seeded(Skips), rank, world, policy=units_of(Block))
-        optimizer = flat_adam(model)
-        train(model, optimizer, step, rank, 3)
-        return whole(model)
-
-    assert_all_close(on_ranks(2, on_rank), expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from typing import Any
 
 import polyshard
@@ -12,14 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import Cell, Zoo, zoo_step
-from parity import Block, local, seeded, units_of
-from polyshard.interfaces import PluginContext
+from parity import Block, fake, local, seeded, units_of
 from polyshard.optim import Muon, for_matrices
-from polyshard.optim.plan import owners_of, rounds_of
-from polyshard_backends.fake import FakeCall, FakeCollectives
+from polyshard.optim.plan import owners_of
+from polyshard_backends.fake import FakeCall
 from torch import nn
-
-WORKS = st.lists(st.integers(1, 50), max_size=40)
 
 
 def loads_of(works: list[int], owners: list[int], count: int) -> list[int]:
@@ -40,43 +36,6 @@ def test_the_longest_load_is_near_the_least_possible(works: list[int], count: in
     assert longest * 3 * count <= least * (4 * count - 1)
 
 
-@given(WORKS, st.integers(1, 4096))
-def test_loads_of_any_number_of_owners(works: list[int], count: int) -> None:
-    owners = owners_of(works, count)
-    assert owners == owners_of(tuple(works), count)
-    assert len(owners) == len(works)
-    assert all(0 <= owner < count for owner in owners)
-    loads = loads_of(works, owners, count)
-    # Nobody has more than an even share and one tensor, and nobody is idle while another has two.
-    assert max(loads) <= sum(works) / count + max(works, default=0)
-    if len(works) >= count:
-        assert min(loads) > 0
-
-
-@given(WORKS, st.integers(1, 9), st.integers(1, 4), st.integers(1, 100))
-def test_every_tensor_is_in_one_round_with_its_like(works: list[int], count: int, kinds: int, most: int) -> None:
-    # Tensors of one kind have one size and one time.
-    kind_of = [index % kinds for index in range(len(works))]
-    numels = [10 * (kind + 1) for kind in kind_of]
-    by_kind = [works[kind] for kind in kind_of]
-    owners = owners_of(by_kind, count)
-    rounds = rounds_of(owners, count, by_kind, kind_of, numels, most)
-    assert rounds == rounds_of(owners, count, by_kind, kind_of, numels, most)
-    found: Counter[int] = Counter()
-    for batches in rounds:
-        assert len(batches) == count
-        assert any(batches)
-        for owner, batch in enumerate(batches):
-            found.update(batch)
-            assert {owners[index] for index in batch} <= {owner}
-            assert len({kind_of[index] for index in batch}) <= 1
-            assert len(batch) <= 1 or sum(numels[index] for index in batch) <= most
-    assert found == Counter(range(len(works)))
-    for owner in range(count):
-        order = [max(by_kind[index] for index in each[owner]) for each in rounds if each[owner]]
-        assert order == sorted(order, reverse=True)
-
-
 class Wide(nn.Module):
     """Matrices of several shapes, some of one row fewer than ranks, some of an odd size."""
 
@@ -95,7 +54,7 @@ def step_of(
     rank: int, world_size: int, dtype: torch.dtype, **settings: Any
 ) -> tuple[list[FakeCall], list[tuple[int, int]]]:
     """What one rank issued in the second optimizer step, and of each matrix the elements: of all, and of its piece."""
-    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), rank, world_size)
+    collectives = fake(rank, world_size)
     model = polyshard.shard(
         seeded(Wide).float(), polyshard.ShardConfig(collectives=collectives, policy=units_of(Block), **settings)
     )
@@ -144,7 +103,7 @@ def test_the_record_of_a_step_of_every_kind_of_matrix() -> None:
     """The same count as above, of matrices of one row, of one column, tied and without a gradient."""
     sent = 0
     for rank in range(4):
-        collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), rank, 4)
+        collectives = fake(rank, 4)
         model = polyshard.shard(seeded(Zoo), polyshard.ShardConfig(collectives=collectives, policy=units_of(Cell)))
         matrices = for_matrices(model).matrices
         zoo_step(model, 0, rank)

@@ -51,6 +51,7 @@ def with_a_bad_group(model: nn.Module) -> torch.optim.Optimizer:
         (all_of, ["2D parameters", "size: (6,) of torch.float64", "for_matrices"]),
         (flat_ones, ["2D parameters", "for_matrices"]),
         (lambda _: Muon([nn.Parameter(torch.ones(2, 3, 4, 5))]), ["2D parameters", "size: (2, 3, 4, 5)"]),
+        (lambda _: Muon([nn.Parameter(torch.zeros(2, 3).cfloat())]), ["(2, 3) of torch.complex64"]),
         (with_settings(lr=-1.0), ["lr of Muon should be a number >= 0 but is -1.0"]),
         (with_settings(lr="0.1"), ["lr of Muon", "'0.1'"]),
         (with_settings(dtype="bf16"), ["torch.dtype, not 'bf16'"]),
@@ -107,12 +108,6 @@ def test_a_closed_model() -> None:
 
     for message in on_ranks(2, on_rank):
         assert "Muon.step() came after polyshard.close" in message
-
-
-def test_complex_matrices() -> None:
-    parameter = nn.Parameter(torch.zeros(2, 3, dtype=torch.complex64))
-    with pytest.raises(ConfigError, match=r"\(2, 3\) of torch\.complex64"):
-        Muon([parameter])
 
 
 def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was() -> None:

@@ -64,43 +64,6 @@ def with_a_tensor(model: nn.Module) -> torch.optim.Optimizer:
     return exact(model, lr=torch.tensor(0.02, dtype=torch.float64))
 
 
-def accumulating_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    """Three microbatches, of which a sharded model reduces with the last alone."""
-    for part in range(3):
-        loss = model(draw(4, 3, turn=3 * turn + part, rank=rank), turn, rank).square().mean()
-        if part < 2 and is_sharded(model):
-            with polyshard.no_sync(model):
-                loss.backward()
-        else:
-            loss.backward()
-    return []
-
-
-def test_microbatches_under_no_sync() -> None:
-    trained = train_zoo(3, exact, step=accumulating_step)
-    assert most_apart(trained, reference_zoo(3, exact, step=accumulating_step)) < 1e-11
-
-
-class Clipping:
-    """Clips what ``optimizer`` is about to step with, to a norm that all of these steps exceed."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._optimizer = model, exact(model)
-        self.zero_grad = self._optimizer.zero_grad
-
-    def step(self) -> None:
-        if is_sharded(self._model):
-            norm = polyshard.clip_grad_norm_(self._model, 0.01)
-        else:
-            norm = nn.utils.clip_grad_norm_(self._model.parameters(), 0.01)
-        assert norm > 0.01
-        self._optimizer.step()
-
-
-def clipping(model: nn.Module) -> torch.optim.Optimizer:
-    return cast("torch.optim.Optimizer", Clipping(model))
-
-
 class Scheduled:
     """A learning rate that falls to nearly nothing."""
 
@@ -118,7 +81,7 @@ def scheduled(model: nn.Module) -> torch.optim.Optimizer:
     return cast("torch.optim.Optimizer", Scheduled(model))
 
 
-@pytest.mark.parametrize("optimizer", [in_groups, without_decay, with_a_tensor, clipping, scheduled])
+@pytest.mark.parametrize("optimizer", [in_groups, without_decay, with_a_tensor, scheduled])
 def test_settings(optimizer: MakeOptimizer) -> None:
     assert most_apart(train_zoo(3, optimizer), reference_zoo(3, optimizer)) < 1e-11
 

@@ -19,6 +19,7 @@ from parity import (
     draw,
     local,
     on_ranks,
+    one_by_one,
     seeded,
     sharded_copy,
     square_step,
@@ -70,9 +71,10 @@ def of_lora_plus(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": up, "lr": 1.6e-2}, {"params": rest, "lr": 1e-3}])
 
 
-@pytest.mark.parametrize("make", [by_name, by_shape, all_in_the_first, of_lora_plus])
-@pytest.mark.parametrize(
-    ("world_size", "settings"),
+@one_by_one(
+    "make",
+    [by_name, by_shape, all_in_the_first, of_lora_plus],
+    "world_size, settings",
     [(3, {}), (2, {"strategy": "no_shard"}), (4, {"strategy": "hybrid_shard", "shard_size": 2})],
 )
 def test_groups_are_those_of_the_unsharded_model(

@@ -12,7 +12,6 @@ import torch
 from parity import (
     Block,
     Net,
-    adam,
     assert_parity,
     draw,
     is_sharded,
@@ -71,53 +70,11 @@ def accumulating(second: Callable[[nn.Module, int, int], list[torch.Tensor]]) ->
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_waiting_gradients_of_a_unit_that_the_last_microbatch_does_not_use_are_reduced_with_the_others(
-    strategy: str,
-) -> None:
-    class Skips(Net):
-        skipped = -1
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            for index, block in enumerate(self.blocks):
-                if index != self.skipped:
-                    x = block(x)
-            return self.last(x)
-
-    def without_one(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        model.skipped = 1
-        values = square_step(model, turn + 10, rank)
-        model.skipped = -1
-        return values
-
-    settings = {"policy": units_of(Block), "strategy": strategy}
-    assert_parity(seeded(Skips), accumulating(without_one), world_size=2, settings=settings)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_waiting_gradients_are_reduced_by_a_backward_through_a_child_alone(strategy: str) -> None:
     child_alone = stepping(lambda model, x, turn, rank: model.blocks[1](x).square().mean(), 4, 5, grad=False)
 
     settings = {"policy": units_of(Block), "strategy": strategy}
     assert_parity(seeded(Net), accumulating(child_alone), world_size=2, settings=settings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "full_shard"])
-def test_no_all_reduce_adds_replicas_up_with_the_last_microbatch(strategy: str) -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        values = []
-        with polyshard.no_all_reduce(model) if is_sharded(model) else nullcontext():
-            for microbatch in (turn, turn + 10):
-                values += square_step(model, microbatch, rank)
-                hidden = all(parameter.grad is None for parameter in model.parameters())
-                assert not is_sharded(model) or hidden == strategy.startswith("hybrid")
-        return [*values, *square_step(model, turn + 20, rank)]
-
-    settings: dict[str, Any] = {"policy": units_of(Block), "strategy": strategy}
-    if strategy.startswith("hybrid"):
-        settings["shard_size"] = 2
-    assert_parity(seeded(Net), step, world_size=4, settings=settings, optimizer=adam)
 
 
 @pytest.mark.parametrize(("accumulating", "sums"), [(polyshard.no_all_reduce, 1), (lambda _: nullcontext(), 4)])

@@ -17,6 +17,7 @@ from parity import (
     assert_parity,
     draw,
     on_ranks,
+    one_by_one,
     seeded,
     sharded_copy,
     square_step,
@@ -106,9 +107,10 @@ def call(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
     return [output.detach()]
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("policy", [BLOCKS, "never"], ids=["blocks", "whole"])
-@pytest.mark.parametrize("make", [Inside, OwnAlone, Uneven, Recomputed, Reentrant, Penalised])
+STRATEGIES, MAKERS = ["full_shard", "shard_grad_op", "no_shard"], [OwnAlone, Uneven, Recomputed, Reentrant, Penalised]
+
+
+@one_by_one("strategy", STRATEGIES, "policy", [BLOCKS, "never"], "make", MAKERS)
 def test_a_forward_that_computes_its_own_gradients(make: type[nn.Module], policy: Any, strategy: str) -> None:
     assert_parity(seeded(make), call, 2, turns=2, settings={"policy": policy, "strategy": strategy})
 

@@ -11,17 +11,13 @@ import torch
 from parity import (
     Block,
     Net,
-    adam,
-    assert_observed,
-    assert_parity,
     draw,
+    fake,
     on_ranks,
     root_of,
     seeded,
     sharded_copy,
     square_step,
-    stepping,
-    train_reference,
     units_of,
 )
 from polyshard.interfaces import Collectives, Observer, PluginContext, UnitEvent, UnitOperation, UnitSpec, Work
@@ -43,10 +39,6 @@ def block_nbytes(ranks: int = 2) -> int:
 def pairs(blocks: int, ranks: int = 2) -> int:
     """Bytes that let this many blocks travel together, and no more."""
     return (blocks + 1) * block_nbytes(ranks) - 1
-
-
-def fake() -> FakeCollectives:
-    return FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
 
 
 def batches_of_a_step(blocks: int, **settings: Any) -> tuple[list[int], list[int], int]:
@@ -277,120 +269,6 @@ def test_no_more_is_gathered_at_once_than_the_report_says(ahead: int, together: 
         assert together < 8 or estimate - log.peak <= 3 * log.nbytes["blocks.0"]
 
     on_ranks(2, on_rank)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"batch_nbytes": pairs(2)},
-        {"batch_nbytes": pairs(3), "reshard_after_forward": True, "forward_prefetch": 2},
-        {"batch_nbytes": pairs(3), "strategy": "shard_grad_op"},
-        {"batch_nbytes": pairs(2), "offload": "cpu"},
-        # With units inside of units.
-        {"batch_nbytes": pairs(2), "policy": units_of(Block, nn.Linear)},
-    ],
-    ids=["full", "released", "grad_op", "offload", "nested"],
-)
-def test_training_is_that_of_the_unsharded_model(world_size: int, settings: dict[str, Any]) -> None:
-    everything = {**BLOCKS, **settings}
-    assert_parity(seeded(lambda: Net(7)), world_size=world_size, turns=4, optimizer=adam, settings=everything)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2"])
-def test_hybrid_groups_batch_among_themselves(strategy: str) -> None:
-    settings = {**BLOCKS, "strategy": strategy, "shard_size": 2, "batch_nbytes": pairs(2)}
-    assert_parity(seeded(lambda: Net(5)), world_size=4, turns=4, settings=settings)
-
-
-class Chooses(Net):
-    """Runs the blocks that it is told to run, on all ranks alike."""
-
-    def forward(self, x: torch.Tensor, indices: tuple[int, ...]) -> torch.Tensor:
-        x = self.first(x)
-        for index in indices:
-            x = self.blocks[index](x)
-        return self.last(x)
-
-
-#: The second block twice in a row, the first at both ends: each may be in one batch twice.
-TWICE = ((0, 1, 1, 2, 3, 0),) * 4
-LEFT_OUT = ((0, 1, 2, 3, 4, 5), (0, 2, 3, 4, 5), (0, 3, 4), (1, 2, 3, 4, 5), (0, 1, 2, 3, 4, 5))
-
-
-@pytest.mark.parametrize("turns", [TWICE, LEFT_OUT], ids=["twice", "left out"])
-@pytest.mark.parametrize("together", [2, 3, 8])
-def test_units_used_twice_and_units_left_out(together: int, turns: tuple[tuple[int, ...], ...]) -> None:
-    step = stepping(lambda model, x, turn, rank: model(x, turns[turn]).square().mean(), grad=False)
-    settings = {**BLOCKS, "batch_nbytes": pairs(together)}
-    model = seeded(lambda: Chooses(6))
-    assert_parity(model, step, world_size=2, turns=len(turns), optimizer=adam, settings=settings)
-
-
-def one_rank_without_gradient(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    """Every rank runs every block; in every other turn, rank 1 uses nothing of them."""
-    output = model(draw(4, 3, turn=turn, rank=rank))
-    loss = output.square().mean() * (0.0 if rank == 1 and turn % 2 else 1.0)
-    loss.backward()
-    return [loss.detach()]
-
-
-def frozen() -> nn.Module:
-    model = Net(6)
-    for index in (1, 2, 4):
-        model.blocks[index].up.requires_grad_(False)
-    model.blocks[3].requires_grad_(False)
-    return model
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [square_step, one_rank_without_gradient])
-def test_frozen_units_beside_trained_ones(step: Any) -> None:
-    settings = {**BLOCKS, "batch_nbytes": pairs(3)}
-    assert_parity(seeded(frozen), step, world_size=3, turns=4, optimizer=adam, settings=settings)
-
-
-class Fails(Net):
-    """Raises in the middle of a forward, or of a backward, when told to."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__(blocks)
-        self.at: str = ""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for index, block in enumerate(self.blocks):
-            x = block(x)
-            if index == 2 and self.at == "forward":
-                raise RuntimeError("told to")
-            if index == 2 and self.at == "backward":
-                x.register_hook(self.fail)
-        return self.last(x)
-
-    def fail(self, gradient: torch.Tensor) -> None:
-        raise RuntimeError("told to")
-
-
-@pytest.mark.parametrize("at", ["forward", "backward"])
-@pytest.mark.parametrize("together", [2, 8])
-def test_after_an_exception_within_a_batch_training_goes_on(at: str, together: int) -> None:
-    model = seeded(lambda: Fails(7))
-
-    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
-        mine = sharded_copy(model, rank, world, **BLOCKS, batch_nbytes=pairs(together))
-        for _ in range(2):
-            mine(draw(4, 3))
-        mine.at = at
-        with pytest.raises(RuntimeError, match="told to"):
-            square_step(mine, 0, rank)
-        mine.at = ""
-        if at == "forward":
-            assert root_of(mine).gathered == ()
-        return square_step(mine, 0, rank)
-
-    assert_observed(on_ranks(2, on_rank), train_reference(model, square_step, 2, turns=1))
 
 
 def test_units_of_a_batch_are_cast_on_their_way() -> None:

@@ -8,15 +8,10 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from parity import (
     Block,
     Net,
-    accumulating_step,
-    adam,
-    assert_parity,
-    draw,
+    fake,
     on_ranks,
     root_of,
     seeded,
@@ -26,7 +21,7 @@ from parity import (
     whole_of,
 )
 from polyshard.errors import CollectiveError
-from polyshard.interfaces import Collectives, PluginContext
+from polyshard.interfaces import Collectives
 from polyshard.planning.groups import UnitRanks
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
@@ -59,7 +54,7 @@ def layers(widths: list[int]) -> nn.Module:
 
 def second_step(widths: list[int], **config: Any) -> FakeCollectives:
     """Collectives of four ranks that have what a second step issued."""
-    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    collectives = fake()
     model = polyshard.shard(layers(widths), polyshard.ShardConfig(collectives=collectives, **LINEARS, **config))
     for _ in range(2):
         collectives.calls.clear()
@@ -135,29 +130,6 @@ def test_by_default_units_of_up_to_32_mib_share_a_launch_of_64_mib() -> None:
     assert launches([2560] * 3 + [2896] * 2 + [2944] * 2) == [2, 2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "limit", "config"),
-    [
-        (2, 3 * BLOCK_NBYTES, {"strategy": "shard_grad_op"}),
-        (2, 3 * BLOCK_NBYTES, {"offload": "cpu"}),
-        (2, 4 * BLOCK_NBYTES, {"strategy": "full_shard"}),
-        (2, 4 * BLOCK_NBYTES, {"offload": "cpu"}),
-        (2, "16 MiB", {"strategy": "shard_grad_op"}),
-        pytest.param(3, 5 * BLOCK_NBYTES, {"strategy": "full_shard"}, marks=pytest.mark.nightly),
-        (4, 3 * BLOCK_NBYTES, {"strategy": "hybrid_shard", "shard_size": 2}),
-        (4, 4 * BLOCK_NBYTES, {"strategy": "hybrid_shard_zero2", "shard_size": 2}),
-        # Up to eight ranks, each one's part of a unit is copied by itself.
-        (9, 4 * 9 * 18 * 8, {}),
-        pytest.param(9, "16 MiB", {}, marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
-def test_training_is_that_of_the_unsharded_model(world_size: int, limit: int | str, config: dict[str, Any]) -> None:
-    everything = {**BLOCKS, **config, "batch_nbytes": limit}
-    assert_parity(seeded(lambda: Net(9)), world_size=world_size, turns=2, optimizer=adam, settings=everything)
-
-
 def in_turns(model: nn.Module, other: Collectives) -> nn.Module:
     """Let every other unit of ``model`` communicate in ``other``, as experts do beside dense layers."""
     units = root_of(model).units
@@ -175,7 +147,7 @@ def in_turns(model: nn.Module, other: Collectives) -> nn.Module:
 def test_units_of_two_groups_in_turns_share_buckets_with_their_own(
     limit: int | str, launches: list[int], kib: int
 ) -> None:
-    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    collectives = fake()
     other = collectives.partition([[0, 1, 2, 3]])
     config = polyshard.ShardConfig(collectives=collectives, batch_nbytes=limit, **LINEARS)
     model = in_turns(polyshard.shard(layers(small(24)), config), other)
@@ -192,7 +164,7 @@ def test_units_of_two_groups_in_turns_share_buckets_with_their_own(
 def test_launches_follow_what_is_the_same_on_all_ranks_and_memory_what_this_rank_has() -> None:
     counts, reports = [], []
     for factor, limit in ((1, 4 * 1024), (2, 8 * 1024)):
-        collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+        collectives = fake()
         config = polyshard.ShardConfig(collectives=collectives, batch_nbytes=limit, **LINEARS)
         model = polyshard.shard(layers(small(24)), config)
         for unit in root_of(model).units:
@@ -207,31 +179,6 @@ def test_launches_follow_what_is_the_same_on_all_ranks_and_memory_what_this_rank
     assert [numel for operation, numel in counts[1] if operation == "reduce_scatter"] == [4 * 4 * 128] * 6
     # Two buckets of four, and the copy in which one travels.
     assert reports == [(4 + 4 + 8) * 1024] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("blocks", [0, 3, 4], ids=["alone", "grouped", "merged"])
-def test_training_over_two_groups_in_turns_is_that_of_the_unsharded_model(blocks: int) -> None:
-    def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
-        sharded = polyshard.shard(model, config)
-        return in_turns(sharded, root_of(sharded).collectives.partition([[0, 1]]))
-
-    settings = {**BLOCKS, "batch_nbytes": blocks * BLOCK_NBYTES}
-    assert_parity(seeded(lambda: Net(9)), world_size=2, turns=4, optimizer=adam, settings=settings, wrap=wrap)
-
-
-@pytest.mark.slow
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 5000), st.sampled_from([2, 3]))
-@settings(max_examples=15, deadline=None)
-def test_units_of_any_sizes_in_buckets_of_any_size(widths: list[int], limit: int, world_size: int) -> None:
-    config = {**LINEARS, "batch_nbytes": limit}
-
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        loss: torch.Tensor = model(draw(turn=turn, rank=rank))
-        loss.backward()
-        return [loss.detach()]
-
-    assert_parity(seeded(lambda: layers(widths)), step, world_size=world_size, turns=2, settings=config)
 
 
 def assert_mean_gradients(shards: list[dict[str, torch.Tensor]], wanted: list[dict[str, torch.Tensor]]) -> None:
@@ -278,48 +225,6 @@ def test_gradients_of_a_bucket_add_up_over_backwards_and_go_one_by_one(blocks: i
     assert_mean_gradients(on_ranks(2, on_rank), wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])
-def test_accumulated_gradients_are_reduced_in_buckets(blocks: int) -> None:
-    config = {**BLOCKS, "batch_nbytes": blocks * BLOCK_NBYTES}
-    assert_parity(seeded(lambda: Net(9)), accumulating_step, world_size=2, settings=config)
-
-
-class Fails(Net):
-    """Raises in the backward of its third block when told to; by then later blocks wait in the bucket."""
-
-    fails = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for index, block in enumerate(self.blocks):
-            x = block(x)
-            if index == 2 and self.fails:
-                x.register_hook(self.fail)
-        return self.last(x)
-
-    def fail(self, gradient: torch.Tensor) -> None:
-        raise RuntimeError("told to")
-
-
-@pytest.mark.parametrize("limit", [3 * BLOCK_NBYTES, "16 MiB"], ids=["grouped", "merged"])
-def test_what_waited_when_a_backward_failed_is_in_no_later_gradient(limit: int | str) -> None:
-    model = seeded(lambda: Fails(6))
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = sharded_copy(model, rank, world, **BLOCKS, batch_nbytes=limit)
-        square_step(mine, 0, rank)
-        mine.zero_grad()
-        mine.fails = True
-        with pytest.raises(RuntimeError, match="told to"):
-            square_step(mine, 1, rank)
-        mine.fails = False
-        square_step(mine, 2, rank)
-        return gradients(mine)
-
-    assert_mean_gradients(on_ranks(2, on_rank), after_turn_2(model))
-
-
 @pytest.mark.parametrize("limit", [3 * BLOCK_NBYTES, "16 MiB"], ids=["grouped", "merged"])
 @pytest.mark.parametrize("issued", [False, True], ids=["at once", "at its end"])
 def test_after_a_reduction_that_failed_training_goes_on(
@@ -364,6 +269,6 @@ def test_after_a_reduction_that_failed_training_goes_on(
     [(0, 2), (2 * 1024, 4), (4 * 1024, 4 + 2 + 4 + 4), ("16 MiB", 6 + 6 + 6)],
 )
 def test_the_report_counts_buckets_and_the_copy_in_which_they_travel(limit: int | str, kib: int) -> None:
-    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    collectives = fake()
     config = polyshard.ShardConfig(collectives=collectives, batch_nbytes=limit, **LINEARS)
     assert polyshard.report(polyshard.shard(layers(small(6)), config)).reduction_nbytes == kib * 1024

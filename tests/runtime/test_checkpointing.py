@@ -10,7 +10,6 @@ import pytest
 import torch
 from parity import (
     Block,
-    adam,
     assert_parity,
     draw,
     mean_square,
@@ -26,8 +25,6 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 BLOCKS = {"policy": units_of(Block)}
-
-Run = Callable[..., torch.Tensor]
 
 
 class Inside(Block):
@@ -108,27 +105,6 @@ def test_checkpoints_inside_the_sharded_model(arrangement: str, reentrant: bool,
     )
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("arrangement", ["around", "spanning", "inside"])
-def test_checkpoints_with_every_module_a_unit(arrangement: str, reentrant: bool) -> None:
-    assert_parity(
-        seeded(lambda: Checkpointed(arrangement, reentrant)),
-        step,
-        world_size=3,
-        optimizer=adam,
-        settings={"policy": "always"},
-    )
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("arrangement", ["none", "around"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_checkpoint_around_the_whole_sharded_model(arrangement: str, reentrant: bool, world_size: int) -> None:
-    outer = stepping(lambda model, x, turn, rank: checkpoint(model, x, use_reentrant=reentrant).square().mean())
-
-    assert_parity(seeded(lambda: Checkpointed(arrangement, reentrant)), outer, world_size, settings=BLOCKS)
-
-
 def test_a_first_unit_under_a_checkpoint_whose_input_needs_no_gradient() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:
@@ -141,19 +117,6 @@ def test_a_first_unit_under_a_checkpoint_whose_input_needs_no_gradient() -> None
     plain = stepping(mean_square, 4, 5, grad=False)
 
     assert_parity(seeded(Root), plain, settings=BLOCKS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_two_forwards_before_their_backwards(reentrant: bool) -> None:
-    def twice(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        x = [draw(4, 3, turn=turn + 10 * k, rank=rank, requires_grad=True) for k in range(2)]
-        losses = [model(each).square().mean() for each in x]
-        for loss in losses:
-            loss.backward()
-        return [*(loss.detach() for loss in losses), *(each.grad for each in x if each.grad is not None)]
-
-    assert_parity(seeded(lambda: Checkpointed("around", reentrant)), twice, settings=BLOCKS)
 
 
 def test_selective_checkpointing() -> None:
@@ -223,46 +186,3 @@ def test_nothing_stays_gathered_between_a_checkpointed_forward_and_its_backward(
         assert root_of(mine).gathered == ()
 
     on_ranks(2, on_rank)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_one_checkpoint_around_blocks_that_are_called_without_the_root(reentrant: bool) -> None:
-    """Each of them is a forward of its own, and all are computed again at once."""
-
-    def apart(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        blocks: Any = model.blocks
-        x = draw(4, 5, turn=turn, rank=rank, requires_grad=True)
-        y = x
-        for indices in ((0, 1), (2, 0, 3)):
-
-            def function(z: torch.Tensor, indices: tuple[int, ...] = indices) -> torch.Tensor:
-                for index in indices:
-                    z = blocks[index](z)
-                return z
-
-            y = checkpoint(function, y, use_reentrant=reentrant, preserve_rng_state=False)
-        y.square().mean().backward()
-        assert x.grad is not None
-        return [x.grad]
-
-    assert_parity(seeded(lambda: Checkpointed("none", reentrant)), apart, world_size=2, optimizer=adam, settings=BLOCKS)
-
-
-def test_what_a_checkpoint_computes_again_without_gradients_is_released() -> None:
-    """Of a block that is called without the root: no gradient tells that a backward came by."""
-
-    def apart(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        blocks: Any = model.blocks
-        x = draw(4, 5, turn=turn, rank=rank, requires_grad=True)
-        blocks[2](x.detach()).square().mean().backward()
-
-        def function(z: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                y = blocks[1](blocks[0](z))
-            return z + y
-
-        checkpoint(function, x, use_reentrant=True, preserve_rng_state=False).square().mean().backward()
-        assert x.grad is not None
-        return [x.grad]
-
-    assert_parity(seeded(lambda: Checkpointed("none", True)), apart, world_size=2, settings=BLOCKS)

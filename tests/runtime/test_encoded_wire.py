@@ -7,10 +7,8 @@ import copy
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, on_ranks, seeded, sharded_copy, units_of, whole_of
+from parity import Block, Net, draw, fake, on_ranks, seeded, sharded_copy, units_of, whole_of
 from polyshard.errors import RankMismatchError
-from polyshard.interfaces import PluginContext
-from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from wires import Int8Wire
@@ -96,7 +94,7 @@ def test_an_encoded_wire_trains_within_its_quantisation_error() -> None:
 def test_an_encoded_wire_moves_a_quarter_of_the_bytes() -> None:
     moved = {}
     for name, precision in (("fp32", "none"), ("int8", Int8Wire())):
-        collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+        collectives = fake()
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         polyshard.shard(
             model,

@@ -13,6 +13,7 @@ from parity import (
     draw,
     mean_square,
     on_ranks,
+    one_by_one,
     root_of,
     seeded,
     sharded_copy,
@@ -57,9 +58,9 @@ class Around(nn.Module):
         return self.unit(self.first(x))
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("leaks", ["weight", "view", "detached"])
-@pytest.mark.parametrize("train", [True, False])
+@one_by_one(
+    "strategy", ["full_shard", "shard_grad_op"], "leaks", ["weight", "view", "detached"], "train", [True, False]
+)
 def test_a_unit_that_returns_its_own_weight_is_refused_by_name(leaks: str, train: bool, strategy: str) -> None:
     """By itself or, where it is kept for its backward, by the outermost module."""
     model = seeded(Around)

@@ -18,6 +18,7 @@ from parity import (
     draw,
     is_sharded,
     on_ranks,
+    one_by_one,
     root_of,
     seeded,
     sharded_copy,
@@ -126,16 +127,17 @@ def failing_then_right(break_it: Callable[[nn.Module], None], in_backward: bool 
     return step
 
 
-@pytest.mark.parametrize(
-    ("index", "at", "world_size"),
+@one_by_one(
+    "index, at, world_size",
     [
         *((index, at, 2) for index, at in [(0, "start"), (0, "end"), (2, "middle"), (3, "start"), (3, "end")]),
         # Of the root's forward.
         *((None, at, world_size) for at, world_size in [("start", 1), ("start", 3), ("end", 3)]),
         *((index, "backward", world_size) for index, world_size in [(0, 2), (1, 2), (3, 2), (3, 1)]),
     ],
+    "strategy",
+    STRATEGIES,
 )
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_after_an_exception_the_next_step_is_right(index: int | None, at: str, world_size: int, strategy: str) -> None:
     def break_it(model: nn.Module) -> None:
         (model if index is None else model.blocks[index]).raises = at
@@ -143,17 +145,6 @@ def test_after_an_exception_the_next_step_is_right(index: int | None, at: str, w
     step = failing_then_right(break_it, in_backward=at == "backward")
     settings = {**FRAGILE, "strategy": strategy}
     assert_parity(seeded(FragileNet), step, world_size, settings=settings, optimizer=adam)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("at", ["start", "middle", "end"])
-def test_an_exception_that_the_model_itself_catches(at: str, strategy: str) -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        model.catches = True
-        model.blocks[1].raises = at if turn == 1 else None
-        return square_step(model, turn, rank)
-
-    assert_parity(seeded(FragileNet), step, world_size=2, settings={**FRAGILE, "strategy": strategy})
 
 
 def test_a_unit_that_falls_back_in_its_own_except_clause() -> None:
@@ -206,8 +197,7 @@ def test_a_unit_that_returns_nothing(outer: bool) -> None:
     assert_parity(seeded(Root), world_size=2, settings={"policy": units_of(Silent, Block)})
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("index", [0, 1, 3])
+@one_by_one("strategy", STRATEGIES, "index", [0, 1, 3])
 def test_a_backward_after_one_that_raised_has_all_gradients(index: int, strategy: str) -> None:
     """No forward comes in between, which would clean up."""
 

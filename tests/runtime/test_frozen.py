@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import polyshard
 import polyshard.checkpoint
@@ -15,16 +15,15 @@ import torch
 from parity import (
     Block,
     Net,
-    adam,
     assert_parity,
     draw,
-    mean_square,
+    is_sharded,
     on_ranks,
+    one_by_one,
     root_of,
     seeded,
     sharded_copy,
     square_step,
-    stepping,
     threaded,
     units_of,
 )
@@ -39,99 +38,28 @@ from torch.distributed.tensor import DTensor
 #: What is ignored here is trained, and its gradients are averaged by hand or not at all.
 pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
 
-STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 
+def test_what_is_frozen_while_it_is_whole_by_hand_stays_frozen() -> None:
+    """As FSDP2's users make it whole; drawn programs freeze inside of ``unsharded``."""
 
-class LowRank(nn.Module):
-    """A frozen linear layer and a trained low-rank addition, in one module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(5, 5)
-        self.base.requires_grad_(False)
-        self.down = nn.Parameter(torch.linspace(-1, 1, 10).reshape(5, 2))
-        self.up = nn.Parameter(torch.linspace(1, -1, 10).reshape(2, 5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.base(x) + x @ self.down @ self.up)
-
-
-class Adapted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 5).requires_grad_(False)
-        self.layers = nn.Sequential(LowRank(), LowRank())
-        self.last = nn.Linear(5, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.layers(self.first(x)))
-
-
-@pytest.mark.parametrize("policy", [units_of(LowRank), "never", "always"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_frozen_and_trained_parameters_in_one_module(policy: Any, strategy: str) -> None:
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        seen = square_step(model, turn, rank)
-        assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
-        return seen
+        block: Any = model.get_submodule("blocks.1")
+        if turn == 1:
+            if is_sharded(model):
+                block.unshard()
+            block.requires_grad_(False)
+            if is_sharded(model):
+                block.reshard()
+        return square_step(model, turn, rank)
 
-    assert_parity(seeded(Adapted), step, optimizer=adam, settings={"policy": policy, "strategy": strategy})
+    def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
+        context, given = PluginContext("threaded", torch.device("cpu")), dict(cast("Any", config.collectives))
+        mesh = mesh_over(ThreadedCollectives(context, given["world"], given["rank"]), "cpu")
+        for module in (model.get_submodule("blocks.1"), model):
+            fully_shard(module, mesh=mesh)
+        return model
 
-
-no_input_gradient = stepping(mean_square, grad=False)
-
-
-@pytest.mark.parametrize("frozen", [("first", "blocks.0"), ("blocks.1",), ("blocks", "first"), ("last",), ("first",)])
-@pytest.mark.parametrize("step", [square_step, no_input_gradient])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_frozen_parts_anywhere(frozen: tuple[str, ...], step: Callable[..., Any], strategy: str) -> None:
-    def make() -> nn.Module:
-        net = Net()
-        for name in frozen:
-            net.get_submodule(name).requires_grad_(False)
-        return net
-
-    assert_parity(seeded(make), step, world_size=2, turns=2, settings={"policy": units_of(Block), "strategy": strategy})
-
-
-@pytest.mark.parametrize("front", ["shard", "fully_shard"])
-def test_what_is_frozen_while_it_is_whole_stays_frozen(front: str) -> None:
-    start = seeded(Net)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
-        with world.lock:
-            mine: Any = copy.deepcopy(start)
-        if front == "shard":
-            polyshard.shard(mine, threaded(world, rank, policy=units_of(Block)))
-            with polyshard.unsharded(mine):
-                mine.blocks[1].requires_grad_(False)
-        else:
-            mesh = mesh_over(ThreadedCollectives(PluginContext("threaded", torch.device("cpu")), world, rank), "cpu")
-            fully_shard(mine.blocks[1], mesh=mesh)
-            fully_shard(mine, mesh=mesh)
-            mine.blocks[1].unshard()
-            mine.blocks[1].requires_grad_(False)
-            mine.blocks[1].reshard()
-        optimizer = torch.optim.SGD([each for each in mine.parameters() if each.requires_grad], lr=0.1)
-        values = []
-        for turn in range(2):
-            values += square_step(mine, turn, 0)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert [each.requires_grad for each in mine.blocks[1].parameters()] == [False] * 3
-        assert all(each.requires_grad for each in mine.blocks[0].parameters())
-        return values
-
-    plain: Any = copy.deepcopy(start)
-    plain.blocks[1].requires_grad_(False)
-    optimizer = torch.optim.SGD([each for each in plain.parameters() if each.requires_grad], lr=0.1)
-    expected = []
-    for turn in range(2):
-        expected += square_step(plain, turn, 0)
-        optimizer.step()
-        optimizer.zero_grad()
-    for values in on_ranks(2, on_rank):
-        torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-12)
+    assert_parity(seeded(Net), step, 2, wrap=wrap)
 
 
 def test_a_wholly_frozen_model_computes_and_passes_gradients_to_its_input() -> None:
@@ -226,8 +154,9 @@ class Packed(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The checkpoint of step 1 .* no number")
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize(
+@one_by_one(
+    "dtype",
+    [torch.uint8, torch.int8, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2],
     "settings",
     [
         {"precision": "bf16"},
@@ -235,7 +164,6 @@ class Packed(nn.Module):
         {"precision": "fp32", "offload": "cpu"},
         {"strategy": "no_shard", "precision": "bf16"},
     ],
-    ids=["cast", "int8", "offloaded", "whole"],
 )
 def test_packed_parameters_are_gathered_bit_for_bit(
     dtype: torch.dtype, settings: dict[str, Any], tmp_path: Path

@@ -17,7 +17,6 @@ from parity import (
     adam,
     assert_all_close,
     draw,
-    local,
     root_of,
     seeded,
     square_step,
@@ -98,28 +97,6 @@ def test_five_adamw_steps_equal_those_of_the_unsharded_model(
 ) -> None:
     settings = {"strategy": strategy, "offload": offload}
     assert_trained(run(processes, train_with, world_size, settings), world_size)
-
-
-def norms_and_sums(rank: int) -> tuple[float, float]:
-    model = polyshard.shard(seeded(Net), ShardConfig(timeout_s=TIMEOUT_S, **BLOCKS))
-    with polyshard.no_sync(model):
-        square_step(model, 0, rank)
-    square_step(model, 1, rank)
-    return polyshard.clip_grad_norm_(model, 0.01).item(), polyshard.clip_grad_norm_(model, 0.01).item()
-
-
-def test_accumulation_and_clipping(processes: RankPool) -> None:
-    copies = [seeded(Net) for _ in range(3)]
-    for rank, each in enumerate(copies):
-        square_step(each, 0, rank)
-        square_step(each, 1, rank)
-    total = copies[0]
-    for parameters in zip(*(each.parameters() for each in copies), strict=True):
-        parameters[0].grad = sum(p.grad for p in parameters) / 3
-    norm = torch.nn.utils.clip_grad_norm_(total.parameters(), 0.01).item()
-    for before, after in run(processes, norms_and_sums):
-        assert before == pytest.approx(norm, rel=1e-12)
-        assert after == pytest.approx(0.01, rel=1e-3)
 
 
 # Who takes part.
@@ -273,22 +250,6 @@ def test_ranks_that_run_other_modules_in_the_first_forward_are_all_told(processe
     for text in run(processes, run_other_branches):
         for rank, unit in enumerate(("branches.1", "branches.2", "branches.1")):
             assert f"rank {rank}: all_gather of {unit} (24 elements" in text
-
-
-def differentiate_other_branches(rank: int) -> dict[str, torch.Tensor]:
-    model = shard_branches()
-    model(draw(2, 3, rank=rank), [0, 1, 2])[rank].sum().backward()
-    return {name: local(each.grad) for name, each in model.named_parameters()}
-
-
-def test_ranks_that_differentiate_other_branches_reduce_all_of_them(processes: RankPool) -> None:
-    ranks = run(processes, differentiate_other_branches)
-    for index in range(RANKS):
-        name = f"branches.{index}.weight"
-        whole = torch.cat([rank[name] for rank in ranks])
-        # The gradient of a sum of outputs is the sum of the inputs, in each row; one rank of three has it.
-        expected = draw(2, 3, rank=index).sum(0).expand(3 + index, 3) / RANKS
-        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
 
 
 # Ranks that fail.

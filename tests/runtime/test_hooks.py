@@ -14,6 +14,7 @@ from parity import (
     assert_all_close,
     assert_parity,
     on_ranks,
+    one_by_one,
     seeded,
     sharded_copy,
     square_step,
@@ -68,9 +69,7 @@ def test_hooks_of_the_user_on_submodules_see_whole_parameters() -> None:
         ]
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("registered", ["before", "after"])
+@one_by_one("strategy", ["full_shard", "no_shard"], "world_size", [2, 1], "registered", ["before", "after"])
 def test_post_accumulate_hooks_fire_once_a_backward_with_the_reduced_gradient(
     registered: str, world_size: int, strategy: str
 ) -> None:
@@ -218,8 +217,9 @@ def replace_forward(model: Words) -> None:
     embedding.forward = lambda tokens: nn.functional.embedding(tokens, embedding.weight.pow(2))  # type: ignore
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("change", [observe, penalise_before, penalise_behind, replace_forward])
+@one_by_one(
+    "strategy", ["full_shard", "shard_grad_op"], "change", [observe, penalise_before, penalise_behind, replace_forward]
+)
 def test_a_hook_that_one_rank_adds_later_to_an_embedding_is_right_and_changes_no_collective(
     change: Callable[[Words], None], strategy: str
 ) -> None:

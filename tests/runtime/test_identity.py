@@ -13,49 +13,30 @@ import torch
 from parity import (
     Block,
     Net,
-    adam,
     assert_all_close,
     assert_observed,
     assert_parity,
     draw,
     on_ranks,
+    one_by_one,
     root_of,
     seeded,
     sgd,
     sharded_copy,
     square_step,
     threaded,
-    train,
     train_reference,
     train_sharded,
     units_of,
     warns_for,
     whole,
 )
-from polyshard.errors import ConfigError, ParameterChangedError, StateError
+from polyshard.errors import ParameterChangedError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 BLOCKS = {"policy": units_of(Block)}
-
-
-def test_an_optimizer_made_before_sharding_is_refused_by_name() -> None:
-    model = seeded(Net)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        with world.lock:
-            mine = copy.deepcopy(model)
-        before = adam(mine)
-        polyshard.shard(mine, threaded(world, rank, **BLOCKS))
-        square_step(mine, 0, rank)
-        with pytest.raises(ConfigError, match=rf"AdamW holds 'first\.weight', .*\(rank {rank}\).*behind the sharding"):
-            before.step()
-        mine.zero_grad()
-        train(mine, adam(mine), square_step, rank, 3)
-        return whole(mine)
-
-    assert_all_close(on_ranks(3, on_rank), train_reference(model, square_step, 3, turns=3, optimizer=adam).parameters)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -112,12 +93,6 @@ def test_a_forward_sees_whole_parameters_under_their_names() -> None:
     on_ranks(3, on_rank)
 
 
-def change_in_place(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-
-
 def change_object(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -133,8 +108,7 @@ def change_object_in_place(model: nn.Module) -> None:
             parameter.mul_(2.0)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("change", [change_in_place, change_object, change_object_in_place])
+@one_by_one("world_size", [3, 1], "change", [change_object, change_object_in_place])
 def test_values_changed_between_steps_are_honoured(world_size: int, change: Callable[[nn.Module], None]) -> None:
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
         if turn == 1:
@@ -174,19 +148,6 @@ def test_a_new_parameter_that_lies_as_the_old_one_is_taken_over() -> None:
     assert_all_close(on_ranks(3, on_rank), reference.parameters)
 
 
-def test_loading_is_honoured() -> None:
-    model = seeded(Net)
-    other = seeded(Net, seed=5)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
-        mine = sharded_copy(model, rank, world, **BLOCKS)
-        theirs = sharded_copy(other, rank, world, **BLOCKS)
-        mine.load_state_dict(theirs.state_dict())
-        return mine(draw(4, 3)).detach()
-
-    assert_all_close(on_ranks(3, on_rank), other(draw(4, 3)).detach())
-
-
 @pytest.mark.parametrize("replaces", ["all", "one"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_replaced_gradients_reach_the_optimizer_and_are_accumulated_to(world_size: int, replaces: str) -> None:
@@ -217,20 +178,6 @@ def test_replaced_gradients_reach_the_optimizer_and_are_accumulated_to(world_siz
         once = reference.gradients[0][name]
         kept = torch.full_like(before, 0.25).detach() if name in chosen else once
         torch.testing.assert_close(twice.gradients[0][name], kept + once, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_in_both_ways(set_to_none: bool) -> None:
-    model = seeded(Net)
-
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        square_step(model, turn + 5, rank)
-        model.zero_grad(set_to_none=set_to_none)
-        for parameter in model.parameters():
-            assert parameter.grad is None or (not set_to_none and not parameter.grad.any())
-        return square_step(model, turn, rank)
-
-    assert_parity(model, step, settings=BLOCKS)
 
 
 def wrong_shape(weight: Any) -> torch.Tensor:
@@ -308,21 +255,6 @@ def test_a_parameter_replaced_between_forward_and_backward_is_refused(strategy: 
     assert_observed(on_ranks(2, on_rank), train_reference(model, square_step, 2, turns=1))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_requires_grad_changed_after_sharding_is_followed(world_size: int) -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        # All trained; biases and a whole unit frozen; and back.
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias") or name.startswith("blocks.1."):
-                parameter.requires_grad_(turn != 1)
-        seen = square_step(model, turn, rank)
-        if turn == 1:
-            assert all(p.grad is None for name, p in model.named_parameters() if name.endswith("bias"))
-        return seen
-
-    assert_parity(seeded(Net), step, world_size, optimizer=adam, settings=BLOCKS)
-
-
 def test_requires_grad_as_it_is_at_the_backward_counts() -> None:
     """Frozen for a forward in between, or frozen after the forward: as in plain torch."""
 
@@ -351,18 +283,6 @@ def test_a_model_copied_or_pickled_before_sharding_is_another_model() -> None:
         assert all(isinstance(each, DTensor) for each in (*first.parameters(), *second.parameters()))
         torch.testing.assert_close(first(draw(4, 3)), second(draw(4, 3)), rtol=0, atol=0)
         torch.testing.assert_close(first(draw(4, 3)), source(draw(4, 3)), rtol=1e-12, atol=1e-12)
-
-    on_ranks(2, on_rank)
-
-
-@pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps])
-def test_a_sharded_model_refuses_to_be_copied_or_pickled_and_says_what_to_do(copies: Callable[[Any], Any]) -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        mine = sharded_copy(seeded(Net), rank, world, **BLOCKS)
-        expected = mine(draw(4, 3)).detach()
-        with pytest.raises(StateError, match=f"sharded module cannot be .*rank {rank}.*state dict"):
-            copies(mine)
-        torch.testing.assert_close(mine(draw(4, 3)).detach(), expected, rtol=0, atol=0)
 
     on_ranks(2, on_rank)
 

@@ -12,7 +12,6 @@ from parity import (
     Block,
     Net,
     assert_observed,
-    assert_parity,
     draw,
     on_ranks,
     root_of,
@@ -190,21 +189,6 @@ def test_a_pass_without_gradients_releases_everything(strategy: str, mode: Any) 
     on_ranks(2, on_rank)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_a_pass_in_eval_mode_with_gradients_on_and_no_backward_is_superseded_by_the_next(strategy: str) -> None:
-    model = seeded(Net)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
-        mine, _ = watched(rank, world, strategy=strategy)
-        mine.eval()
-        for _ in range(3):
-            mine(draw(4, 3))
-        mine.train()
-        return square_step(mine, 0, rank)
-
-    assert_observed(on_ranks(2, on_rank), train_reference(model, square_step, 2, turns=1))
-
-
 def test_a_model_may_be_sharded_inside_inference_mode() -> None:
     model = seeded(Net)
 
@@ -217,18 +201,6 @@ def test_a_model_may_be_sharded_inside_inference_mode() -> None:
         return square_step(mine, 0, rank)
 
     assert_observed(on_ranks(2, on_rank), train_reference(model, square_step, 2, turns=1))
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_values_changed_between_two_forwards_are_seen_although_units_stayed_gathered(strategy: str) -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        first = model(draw(4, 3, turn=turn, rank=rank)).detach()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)
-        return [first, *square_step(model, turn, rank)]
-
-    assert_parity(seeded(Net), step, settings={"policy": units_of(Block), "strategy": strategy})
 
 
 def test_a_unit_that_is_skipped_is_released_again_and_not_gathered_ahead_any_more() -> None:

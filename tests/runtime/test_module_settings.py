@@ -8,8 +8,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, root_of, seeded, units_of
-from polyshard.interfaces import PluginContext
+from parity import Block, fake, root_of, seeded, units_of
 from polyshard.runtime.module_state import ModuleState
 from polyshard_backends.fake import FakeCollectives
 from torch import nn
@@ -21,7 +20,7 @@ class Sent:
     """What a model of three blocks and a root sends; of 4 ranks, or of 2 shards and 2 replicas."""
 
     def __init__(self, hybrid: bool = False, **settings: Any) -> None:
-        self.world = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+        self.world = fake()
         self.model = seeded(lambda: nn.Sequential(nn.Linear(5, 5), *(Block() for _ in range(BLOCKS))))
         if hybrid:
             settings |= {"strategy": "hybrid_shard", "shard_size": 2}
@@ -46,39 +45,6 @@ def set_all(module_states: Any, **values: bool) -> None:
         for name, value in values.items():
             assert isinstance(each, ModuleState)
             setattr(each, name, value)
-
-
-def test_modules_that_do_not_synchronise_send_no_gradient() -> None:
-    sent = Sent()
-    set_all(sent.root.module_states, synchronises=False)
-    assert set(sent.step()) == {"all_gather"}
-    set_all(sent.root.module_states, synchronises=True)
-    # What waits is a part of what is sent anyway.
-    assert sent.step()["reduce_scatter"] == BLOCKS + 1
-
-
-@pytest.mark.parametrize("chosen", range(BLOCKS + 1))
-def test_one_module_that_does_not_synchronise(chosen: int) -> None:
-    sent = Sent()
-    sent.root.module_states[chosen].synchronises = False
-    assert [sent.step()["reduce_scatter"] for _ in range(2)] == [BLOCKS, BLOCKS]
-    sent.root.module_states[chosen].synchronises = True
-    # A backward that does not come through the others, or through this one: what waits is reduced.
-    assert sent.step(sent.blocks[0].module)["reduce_scatter"] == (2 if chosen != 1 else 1)
-    assert not any(unit.gradients.unreduced for unit in sent.root.units)
-
-
-def test_replicas_are_left_out() -> None:
-    sent = Sent(hybrid=True)
-    set_all(sent.root.module_states, all_reduces=False)
-    for _ in range(2):
-        found = sent.step()
-        assert (found["reduce_scatter"], found["all_reduce"]) == (BLOCKS + 1, 0)
-    sent.blocks[0].all_reduces = True
-    assert sent.step()["all_reduce"] == 1
-    set_all(sent.root.module_states, all_reduces=True)
-    found = sent.step()
-    assert (found["reduce_scatter"], found["all_reduce"]) == (BLOCKS + 1, BLOCKS + 1)
 
 
 @pytest.mark.parametrize("releases", [True, False])
@@ -111,32 +77,3 @@ def test_parameters_are_kept_while_another_module_is_called() -> None:
     sent.groups[0].calls.clear()
     loss.backward()
     assert not [call for call in sent.groups[0].calls if call.operation == "all_gather"]
-
-
-def test_a_backward_that_is_not_the_last_delivers_with_the_next() -> None:
-    sent = Sent()
-    sent.root.last_backward = False
-    hooked: list[int] = []
-    for number, parameter in enumerate(sent.model.parameters()):
-        parameter.register_post_accumulate_grad_hook(lambda _, number=number: hooked.append(number))
-    sent.step()
-    assert not hooked
-    sent.root.last_backward = True
-    sent.step()
-    # Once each, also of those that have no row on this rank.
-    assert sorted(hooked) == list(range(len(list(sent.model.parameters()))))
-
-
-def test_an_exception_leaves_nothing_gathered() -> None:
-    sent = Sent()
-    set_all(sent.root.module_states, releases_after_backward=False)
-    sent.step()
-    assert len(sent.root.gathered) == BLOCKS + 1
-
-    def stop(*_: object) -> None:
-        raise ValueError("stopped")
-
-    sent.blocks[1].module.register_forward_pre_hook(stop)
-    with pytest.raises(ValueError, match="stopped"):
-        sent.step()
-    assert sent.root.gathered == ()

@@ -17,6 +17,7 @@ from parity import (
     assert_parity,
     draw,
     on_ranks,
+    one_by_one,
     root_of,
     seeded,
     sharded_copy,
@@ -34,33 +35,7 @@ from torch import nn
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 
 
-class Nest(nn.Module):
-    """A unit that holds a parameter, a linear layer and, below it, another such unit."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-        self.before = nn.Linear(3, 3)
-        self.inner = Nest(depth - 1) if depth > 1 else nn.Linear(3, 3)
-        self.after = nn.Linear(3, 3, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.inner(torch.tanh(self.before(x))) * self.scale) + x
-
-
-@pytest.mark.parametrize("policy", [units_of(Nest), units_of(Nest, nn.Linear), "never", "always"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_units_inside_units(policy: Any, strategy: str) -> None:
-    assert_parity(seeded(lambda: Nest(3)), optimizer=adam, turns=2, settings={"policy": policy, "strategy": strategy})
-
-
-@pytest.mark.slow
-def test_deep_nesting_over_more_ranks_than_some_parameters_have_elements() -> None:
-    assert_parity(seeded(lambda: Nest(8)), world_size=4, settings={"policy": "always"})
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("depth", [1, 4])
+@one_by_one("strategy", STRATEGIES, "depth", [1, 4])
 def test_a_module_that_calls_itself(strategy: str, depth: int) -> None:
     class Recursive(nn.Module):
         def __init__(self) -> None:
@@ -121,27 +96,6 @@ def tokens_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
     loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
     loss.backward()
     return [loss.detach()]
-
-
-@pytest.mark.parametrize(
-    ("policy", "world_size", "strategy"),
-    [
-        (units_of(Block), 1, "full_shard"),
-        (units_of(Block), 3, "shard_grad_op"),
-        (units_of(Block, nn.Embedding, nn.Linear), 3, "full_shard"),
-        ("always", 3, "no_shard"),
-        ("never", 2, "full_shard"),
-    ],
-)
-def test_a_tied_embedding_and_head(world_size: int, policy: Any, strategy: str) -> None:
-    assert_parity(
-        seeded(Tied),
-        tokens_step,
-        world_size,
-        turns=2,
-        optimizer=adam,
-        settings={"policy": policy, "strategy": strategy},
-    )
 
 
 def test_tied_parameters_stay_tied_and_every_name_is_kept() -> None:
@@ -229,13 +183,6 @@ def test_buffers_are_each_rank_s_own_and_follow_batch_statistics() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_children_called_directly_without_the_root(strategy: str) -> None:
-    step = stepping(lambda model, x, turn, rank: model.blocks[2](model.blocks[0](x)).square().mean(), 4, 5)
-
-    assert_parity(seeded(Net), step, settings={"policy": units_of(Block), "strategy": strategy})
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_child_first_and_then_the_root_in_one_backward(strategy: str) -> None:
     def loss_of(model: nn.Module, x: torch.Tensor, turn: int, rank: int) -> torch.Tensor:
         extra = model.blocks[1](torch.cat([x, x[:, :2]], dim=1))
@@ -243,23 +190,6 @@ def test_a_child_first_and_then_the_root_in_one_backward(strategy: str) -> None:
 
     settings = {"policy": units_of(Block), "strategy": strategy}
     assert_parity(seeded(Net), stepping(loss_of), settings=settings, optimizer=adam)
-
-
-def test_other_modules_run_in_another_order_every_turn() -> None:
-    class Shuffles(Net):
-        turn = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            for index in [(0, 1, 2), (2, 0), (1,), (2, 1, 0)][self.turn]:
-                x = self.blocks[index](x)
-            return self.last(x)
-
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        model.turn = turn
-        return square_step(model, turn, rank)
-
-    assert_parity(seeded(Shuffles), step, turns=4, settings={"policy": units_of(Block)})
 
 
 class Generator(Net):
@@ -274,8 +204,7 @@ class Generator(Net):
         return self.first.weight.square().sum() + self.last.weight.abs().sum()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 3])
+@one_by_one("strategy", STRATEGIES, "world_size", [3, 1])
 def test_a_registered_method_sees_whole_parameters(world_size: int, strategy: str) -> None:
     model = seeded(Generator)
     with torch.no_grad():
@@ -283,6 +212,9 @@ def test_a_registered_method_sees_whole_parameters(world_size: int, strategy: st
 
     def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
         mine = sharded_copy(model, rank, world, policy=units_of(Block), strategy=strategy)
+        if world_size > 1:
+            with torch.no_grad(), pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+                mine.generate(draw(4, 3), steps=3)
         polyshard.register_forward_method(mine, "generate")
         with torch.no_grad():
             generated = mine.generate(draw(4, 3), steps=3)
@@ -320,11 +252,6 @@ def inside_out(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
     for block in model.blocks:
         polyshard.fully_shard(block, config)
     return polyshard.fully_shard(model, config)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_composing_from_the_inside_out_equals_sharding_at_once(strategy: str) -> None:
-    assert_parity(seeded(Net), wrap=inside_out, optimizer=adam, settings={"strategy": strategy})
 
 
 def test_composing_makes_the_same_units_under_the_same_names() -> None:

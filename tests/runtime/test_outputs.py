@@ -245,19 +245,6 @@ def test_outputs_of_any_structure(name: str, used: str, prefetch: int) -> None:
     assert_parity(seeded(lambda: Returns(structure, read)), stepping(loss_of), world_size=2, settings=settings)
 
 
-def words_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    tokens = (draw(2, 4, turn=turn, rank=rank) * 100).long() % 11
-    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    loss.backward()
-    return [loss.detach()]
-
-
-@pytest.mark.parametrize("classes", [(Block,), (Block, nn.Embedding), (nn.Embedding,)])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_integer_input_with_an_embedding_first(world_size: int, classes: tuple[type[nn.Module], ...]) -> None:
-    assert_parity(seeded(Words), words_step, world_size, optimizer=adam, settings={"policy": units_of(*classes)})
-
-
 def test_an_input_by_keyword_gets_its_gradient() -> None:
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
         tokens = (draw(2, 4, turn=turn, rank=rank) * 100).long() % 11

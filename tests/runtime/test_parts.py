@@ -15,6 +15,7 @@ from parity import (
     assert_observed,
     assert_same,
     on_ranks,
+    one_by_one,
     root_of,
     seeded,
     sharded_copy,
@@ -203,8 +204,7 @@ class Attending(nn.Module):
 
 
 @small
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("use", ["hook", "prepended hook", "method"])
+@one_by_one("strategy", ["full_shard", "shard_grad_op"], "use", ["hook", "prepended hook", "method"])
 def test_an_embedding_is_gathered_for_backward_where_more_than_a_lookup_computes_with_it(
     use: str, strategy: str
 ) -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
-
 import polyshard
 import pytest
 import torch
 from parity import (
     Block,
-    Step,
     adam,
     assert_all_close,
     assert_parity,
-    is_sharded,
     on_ranks,
     seeded,
     train,
@@ -51,68 +46,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training_equals_the_unsharded_model_however_the_head_is_used(use: str, strategy: str) -> None:
     settings = {"policy": units_of(Block), "strategy": strategy}
     assert_parity(seeded(lambda: Tailed(use)), tailed_step, 2, settings=settings)
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("reshard", [True, False, None])
-@pytest.mark.parametrize("use", ["called", "both ways, called last"])
-def test_training_is_the_same_whatever_is_released_after_forward(use: str, reshard: bool | None, scaled: bool) -> None:
-    settings = {"policy": units_of(Block), "reshard_after_forward": reshard}
-    assert_parity(seeded(lambda: Tailed(use, scaled)), tailed_step, 3, settings=settings, optimizer=adam)
-
-
-#: One of each way in which a part is used, or goes back.
-FEW_USES = ["called", "its weight", "its weight by name in a function", "both ways", "in an old checkpoint"]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"offload": "cpu"},
-        {"forward_prefetch": 0, "backward_prefetch": 0},
-        {"forward_prefetch": 2, "backward_prefetch": 3},
-        {"reshard_after_forward": "auto", "memory_budget": "1 GiB"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("use", FEW_USES)
-def test_training_is_the_same_with_other_settings(use: str, settings: dict[str, Any]) -> None:
-    assert_parity(seeded(lambda: Tailed(use)), tailed_step, 3, settings={"policy": units_of(Block), **settings})
-
-
-def several_backwards(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    """Three microbatches, of which a sharded model reduces with the last alone."""
-    losses = []
-    for part in range(3):
-        alone = part < 2 and is_sharded(model)
-        with polyshard.no_sync(model) if alone else nullcontext():
-            losses += tailed_step(model, 3 * turn + part, rank)
-    return losses
-
-
-def several_forwards(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    """Two forwards before one backward, and one without gradients between them."""
-    generator = torch.Generator().manual_seed(10 * turn + rank)
-    draws = [torch.randint(WORDS, (2, 3), generator=generator) for _ in range(3)]
-    first = model(draws[0]).square().mean()
-    with torch.no_grad():
-        model(draws[1])
-    loss = first + model(draws[2]).square().mean()
-    loss.backward()
-    return [loss.detach()]
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("shard_grad_op", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("shape", [several_backwards, several_forwards])
-@pytest.mark.parametrize("use", FEW_USES)
-def test_steps_of_several_forwards_and_backwards_are_the_same(use: str, shape: Step, strategy: str) -> None:
-    assert_parity(seeded(lambda: Tailed(use)), shape, 2, settings={"policy": units_of(Block), "strategy": strategy})
-
-
-@pytest.mark.parametrize("use", FEW_USES)
-def test_groups_that_replicate_each_other_train_the_same(use: str) -> None:
-    settings = {"policy": units_of(Block), "strategy": "hybrid_shard", "shard_size": 2}
-    assert_parity(seeded(lambda: Tailed(use)), tailed_step, 4, settings=settings)
 
 
 def test_composing_from_the_inside_out_splits_what_is_left() -> None:

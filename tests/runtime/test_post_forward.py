@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,8 @@ from parity import (
     Block,
     Net,
     Words,
-    adam,
-    assert_parity,
     draw,
+    fake,
     live_bytes,
     on_ranks,
     root_of,
@@ -25,7 +24,6 @@ from parity import (
     units_of,
 )
 from polyshard.errors import ConfigError
-from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -35,36 +33,6 @@ from wires import Int8Wire
 BLOCKS: dict[str, Any] = {"policy": units_of(Block), "reshard_after_forward": 2}
 #: Gathers that bring ``Net``, one a parameter: those of three blocks, of three each, and four of the root.
 EACH = 3 * 3 + 4
-
-
-class Again(Net):
-    """Calls its blocks a second time."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in (*self.blocks, *self.blocks):
-            x = block(x)
-        logits: torch.Tensor = self.last(x)
-        return logits
-
-
-@pytest.mark.parametrize(
-    ("make", "settings"),
-    [
-        (Net, {}),
-        (Again, {"batch_nbytes": 0, "forward_prefetch": 2}),
-        (Net, {"offload": "cpu"}),
-    ],
-    ids=["once", "twice", "offloaded"],
-)
-def test_training_is_that_of_the_unsharded_model(make: Callable[[], nn.Module], settings: Mapping[str, Any]) -> None:
-    assert_parity(seeded(make), world_size=4, optimizer=adam, settings={**BLOCKS, **settings})
-
-
-@pytest.mark.slow
-def test_each_replica_keeps_parts_of_its_own() -> None:
-    hybrid = {"strategy": "hybrid_shard", "shard_size": 4}
-    assert_parity(seeded(lambda: Net(2)), world_size=8, turns=2, optimizer=adam, settings={**BLOCKS, **hybrid})
 
 
 def test_what_is_kept_of_an_encoded_unit_is_decoded() -> None:
@@ -88,7 +56,7 @@ def test_what_is_kept_of_an_encoded_unit_is_decoded() -> None:
 
 def sharded(model: nn.Module, **settings: Any) -> tuple[nn.Module, Callable[[], list[int]]]:
     """One of four pretended ranks, and a function that tells of each gather since then among how many ranks it was."""
-    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    collectives = fake()
     polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, **{**BLOCKS, **settings}))
     groups = [collectives, *(each for each in root_of(model).owned if isinstance(each, FakeCollectives))]
 

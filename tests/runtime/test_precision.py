@@ -9,25 +9,17 @@ from typing import Any, cast
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, local, on_ranks, root_of, seeded, sharded_copy, units_of, whole_of
+from parity import Block, Net, draw, fake, local, on_ranks, root_of, seeded, sharded_copy, units_of, whole_of
 from polyshard.errors import ConfigError
-from polyshard.interfaces import PluginContext
-from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
 BLOCKS = {"policy": units_of(Block)}
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-#: A learning rate at which fp32 masters move further than bf16 could show.
-RATE = 1e-3
 
 
 def net() -> nn.Module:
     return seeded(Net).float()
-
-
-def fake(rank: int = 0, world_size: int = 4) -> FakeCollectives:
-    return FakeCollectives(PluginContext("fake", torch.device("cpu")), rank, world_size)
 
 
 def faked(model: nn.Module, **settings: Any) -> nn.Module:
@@ -143,43 +135,6 @@ def test_waiting_gradients_are_added_in_the_reduction_dtype(wire: str) -> None:
     got = on_each_rank(model, 2, step, precision=precision, **BLOCKS)
     for name in got:
         assert torch.equal(got[name], mean_in_fp32([rank[name] for rank in by_rank])), name
-
-
-# As its reference does, it trains without one.
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:AdamW steps without a torch.amp.GradScaler")
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_loss_curve_is_that_of_fp32_masters_and_a_cast_copy(precision: str) -> None:
-    model, world_size, turns = net(), 2, 20
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=RATE)
-    expected = []
-    for turn in range(turns):
-        by_rank = [cast_gradients(plain, HALF[precision], turn, rank) for rank in range(world_size)]
-        expected.append([loss for loss, _ in by_rank])
-        for name, parameter in plain.named_parameters():
-            parameter.grad = mean_in_fp32([gradients[name] for _, gradients in by_rank])
-        optimizer.step()
-
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[float], dict[str, torch.Tensor]]:
-        mine = sharded_copy(model, rank, world, precision=precision, **BLOCKS)
-        own = torch.optim.AdamW(mine.parameters(), lr=RATE)
-        losses = []
-        for turn in range(turns):
-            loss = loss_of(mine(inputs(turn, rank)))
-            losses.append(loss.item())
-            loss.backward()
-            own.step()
-            own.zero_grad()
-        with polyshard.unsharded(mine):
-            return losses, {name: p.detach().clone() for name, p in mine.named_parameters()}
-
-    for rank, (losses, whole) in enumerate(on_ranks(world_size, on_rank)):
-        torch.testing.assert_close(losses, [each[rank] for each in expected], rtol=2e-3, atol=0)
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(whole[name], parameter.detach(), rtol=0, atol=2e-4)
-    moved = max((p - model.get_parameter(name)).abs().max().item() for name, p in plain.named_parameters())
-    assert moved > 10 * RATE
 
 
 # What a forward sees.

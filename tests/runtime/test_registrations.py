@@ -19,6 +19,7 @@ from parity import (
     assert_parity,
     draw,
     on_ranks,
+    one_by_one,
     seeded,
     sharded_copy,
     square_step,
@@ -70,6 +71,14 @@ def in_two_steps(model: Any) -> None:
     model.more.append(nn.Linear(2, 2).double())
 
 
+def tie(model: Any) -> None:
+    model.blocks[1].down.weight = model.blocks[0].down.weight
+
+
+def use_again(model: Any) -> None:
+    model.again = model.last.bias
+
+
 #: What is done to a model of three blocks, and the names that it brings.
 ADDED: dict[str, tuple[Change, str]] = {
     "a head replaced": (lambda model: setattr(model, "last", head()), "'last.weight', 'last.bias'"),
@@ -96,12 +105,14 @@ ADDED: dict[str, tuple[Change, str]] = {
         "'blocks.0.up.down.weight', 'blocks.0.up.up.weight'",
     ),
     "in two steps": (in_two_steps, "'more.0.weight'"),
+    # Each has values of its own in the sharded model: they would be copied once, and go apart.
+    "tied": (tie, "'blocks.1.down.weight' is 'blocks.0.down.weight' now"),
+    "used again": (use_again, "'again' is 'last.bias' now"),
 }
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@pytest.mark.parametrize("change", ADDED)
-def test_trained_parameters_that_came_later_are_refused_by_name(change: str, strategy: str) -> None:
+@one_by_one("strategy", ["full_shard", "no_shard"], "change", ADDED)
+def test_trained_parameters_that_came_or_were_tied_later_are_refused_by_name(change: str, strategy: str) -> None:
     add, names = ADDED[change]
 
     def on_rank(rank: int, world: ThreadedWorld) -> None:
@@ -321,38 +332,6 @@ def test_a_single_rank_trains_what_came() -> None:
     plain.last = seeded(lambda: nn.Linear(5, 2), seed=4)
     square_step(plain, 0, 0)
     assert on_ranks(1, on_rank) == [pytest.approx(float(plain.last.weight.grad.sum()), rel=1e-12)]
-
-
-def tie(model: Any) -> None:
-    model.blocks[1].down.weight = model.blocks[0].down.weight
-
-
-def use_again(model: Any) -> None:
-    model.again = model.last.bias
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (tie, "'blocks.1.down.weight' is 'blocks.0.down.weight' now"),
-        (use_again, "'again' is 'last.bias' now"),
-    ],
-)
-def test_parameters_that_are_tied_later_are_refused_by_name(change: Change, words: str, strategy: str) -> None:
-    """Each has values of its own in the sharded model: they would be copied once, and go apart."""
-
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS, strategy=strategy)
-        square_step(model, 0, rank)
-        change(model)
-        for _ in range(2):
-            with pytest.raises(ParameterChangedError) as caught:
-                model(INPUTS)
-            assert words in str(caught.value)
-            assert f"rank {rank}" in str(caught.value)
-
-    on_ranks(2, on_rank)
 
 
 def tie_whole(model: Any) -> None:

@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import polyshard
-import pytest
 import torch
 from parity import (
     adam,
@@ -15,6 +14,7 @@ from parity import (
     draw,
     mean_square,
     on_ranks,
+    one_by_one,
     seeded,
     sharded_copy,
     stepping,
@@ -43,8 +43,8 @@ class Recurrent(nn.Module):
 step = stepping(mean_square, 2, 6, 3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
+@one_by_one(
+    "kind, options",
     [
         (nn.LSTM, {}),
         (nn.LSTM, {"num_layers": 2, "bidirectional": True}),
@@ -53,8 +53,9 @@ step = stepping(mean_square, 2, 6, 3)
         (nn.GRU, {"bias": False}),
         (nn.RNN, {}),
     ],
+    "policy",
+    [units_of(nn.LSTM, nn.GRU, nn.RNN), "never"],
 )
-@pytest.mark.parametrize("policy", [units_of(nn.LSTM, nn.GRU, nn.RNN), "never"])
 def test_recurrent_layers_as_units_and_inside_units(
     kind: type[nn.RNNBase], options: dict[str, Any], policy: Any
 ) -> None:
@@ -66,13 +67,6 @@ def test_recurrent_layers_as_units_and_inside_units(
         optimizer=adam,
         settings={"policy": policy},
     )
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
-def test_strategies(world_size: int, strategy: str) -> None:
-    settings = {"policy": units_of(nn.LSTM), "strategy": strategy}
-    assert_parity(seeded(lambda: Recurrent(nn.LSTM)), step, world_size, settings=settings)
 
 
 def test_packed_sequences_go_in_and_out_of_a_unit() -> None:
@@ -107,28 +101,6 @@ def test_cells_unrolled_over_time() -> None:
             return self.last(state[0])
 
     assert_parity(seeded(Unrolled), step, world_size=2, settings={"policy": units_of(nn.LSTMCell)})
-
-
-def test_a_frozen_recurrent_layer() -> None:
-    def make() -> nn.Module:
-        model = Recurrent(nn.LSTM)
-        model.rnn.requires_grad_(False)
-        return model
-
-    assert_parity(seeded(make), step, world_size=2, settings={"policy": units_of(nn.LSTM)})
-
-
-def test_values_loaded_after_sharding_are_computed_with() -> None:
-    model, other = seeded(lambda: Recurrent(nn.LSTM)), seeded(lambda: Recurrent(nn.LSTM), seed=3)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
-        mine = sharded_copy(model, rank, world, policy=units_of(nn.LSTM))
-        theirs = sharded_copy(other, rank, world, policy=units_of(nn.LSTM))
-        mine(draw(2, 6, 3))
-        mine.load_state_dict(theirs.state_dict())
-        return mine(draw(2, 6, 3)).detach()
-
-    assert_all_close(on_ranks(2, on_rank), other(draw(2, 6, 3)).detach())
 
 
 def test_a_recurrent_weight_replaced_between_steps_is_honoured() -> None:

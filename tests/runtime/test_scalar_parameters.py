@@ -14,9 +14,8 @@ import polyshard.state
 import polyshard_huggingface
 import pytest
 import torch
-from parity import adam, assert_parity, draw, on_ranks, seeded, sharded_copy, threaded, units_of, whole
+from parity import draw, on_ranks, seeded, sharded_copy, threaded, units_of, whole
 from polyshard.errors import PolyshardError
-from polyshard.optim import for_matrices
 from polyshard_backends.threaded import ThreadedWorld
 from safetensors.torch import load_file
 from torch import nn
@@ -84,11 +83,6 @@ WAYS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "settings"), WAYS)
-def test_it_trains_as_unsharded(world_size: int, settings: dict[str, Any]) -> None:
-    assert_parity(seeded(Clip), world_size=world_size, optimizer=adam, settings={**UNITS, **settings})
-
-
 def same(got: dict[str, torch.Tensor], plain: nn.Module) -> None:
     wanted = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
@@ -100,45 +94,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, turns: range) -> N
         model(draw(4, 3, turn=turn)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("saves", "loads", "flat"),
-    [
-        (WAYS[1], WAYS[2], False),
-        (WAYS[3], WAYS[0], False),
-        (WAYS[0], WAYS[5], False),
-        (WAYS[4], WAYS[2], True),
-        (WAYS[2], WAYS[6], True),
-        (WAYS[5], WAYS[1], True),
-    ],
-)
-def test_a_checkpoint_is_loaded_at_another_number_of_ranks(
-    tmp_path: Path, saves: tuple[int, dict[str, Any]], loads: tuple[int, dict[str, Any]], flat: bool
-) -> None:
-    plain = seeded(Clip)
-    train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), range(4))
-
-    def start(rank: int, world: ThreadedWorld, settings: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = sharded_copy(seeded(Clip), rank, world, **{**UNITS, **settings})
-        parameters = polyshard.flat_parameters(model) if flat else model.parameters()
-        return model, torch.optim.AdamW(parameters, lr=0.1)
-
-    def save(rank: int, world: ThreadedWorld) -> None:
-        model, optimizer = start(rank, world, saves[1])
-        train(model, optimizer, range(2))
-        polyshard.checkpoint.save(tmp_path, 2, model, optimizer)
-
-    def load(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        model, optimizer = start(rank, world, loads[1])
-        polyshard.checkpoint.load(tmp_path / "step-00000002", model, optimizer)
-        train(model, optimizer, range(2, 4))
-        return whole(model)
-
-    on_ranks(saves[0], save)
-    for got in on_ranks(loads[0], load):
-        same(got, plain)
 
 
 def on_each(world_size: int, settings: dict[str, Any], function: Callable[[nn.Module, int], T]) -> list[T]:
@@ -179,38 +134,6 @@ def test_states_are_those_of_the_unsharded_model(world_size: int, settings: dict
         for name, state in wanted[1]["state"].items():
             torch.testing.assert_close(dict(optimizer_state["state"][name]), dict(state), rtol=1e-12, atol=1e-12)
         same(after, plain)
-
-
-@pytest.mark.parametrize(("world_size", "settings"), WAYS[::2] + WAYS[5:6])
-def test_what_is_told_of_it(world_size: int, settings: dict[str, Any]) -> None:
-    def told(model: nn.Module, rank: int) -> tuple[int, float]:
-        scale: Any = model.get_parameter("logit_scale")
-        assert scale.shape == scale.to_local().shape == scale.full_tensor().shape == ()
-        assert all(each.is_replicate() for each in scale.placements)
-        assert any(scale is each for each in for_matrices(model).others)
-        with polyshard.unsharded(model, writeback=True), torch.no_grad():
-            model.get_parameter("logit_scale").fill_(3.0)
-        return scale.numel(), scale.full_tensor().item()
-
-    assert on_each(world_size, settings, told) == [(1, 3.0)] * world_size
-
-
-@pytest.mark.parametrize(("world_size", "settings"), WAYS[::2] + WAYS[5:6])
-def test_torch_clips_it_with_all_others(world_size: int, settings: dict[str, Any]) -> None:
-    plain = seeded(Clip)
-    plain(draw(4, 3)).square().mean().backward()
-    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-
-    def clipped(model: nn.Module, rank: int) -> tuple[Any, dict[str, torch.Tensor]]:
-        model(draw(4, 3)).square().mean().backward()
-        total: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
-        return total.full_tensor(), {name: each.full_tensor() for name, each in gradients.items()}
-
-    for total, gradients in on_each(world_size, settings, clipped):
-        torch.testing.assert_close(total, norm, rtol=1e-12, atol=0)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
 
 
 def test_it_is_made_from_the_meta_device() -> None:

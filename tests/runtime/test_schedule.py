@@ -11,20 +11,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from parity import Block, Net, adam, assert_parity, draw, root_of, seeded, square_step, units_of
-from polyshard.interfaces import PluginContext
-from polyshard.runtime.order import MOST_ROUTES, ExecutionOrder
-from polyshard_backends.fake import FakeCollectives
+from parity import Block, Net, adam, assert_parity, draw, fake, root_of, seeded, square_step, units_of
+from polyshard.runtime.order import ExecutionOrder
 from torch import nn
 
 BLOCKS = {"policy": units_of(Block)}
-EACH_LINEAR = {"policy": units_of(Block, nn.Linear)}
+
+
 #: Gathers of a block and of the root, one a parameter.
 BLOCK, ROOT = 3, 4
-
-
-def fake() -> FakeCollectives:
-    return FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
 
 
 def gathers_in_a_step(policy: Any, **settings: Any) -> tuple[int, tuple[str, ...]]:
@@ -71,16 +66,6 @@ def test_a_policy_decides_for_each_unit_whether_it_is_released() -> None:
     assert root_of(model).gathered == ()
     assert sum(call.operation == "all_gather" for call in collectives.calls) == 5 * BLOCK + ROOT
     assert_parity(seeded(Uneven), world_size=3, turns=5, optimizer=adam, settings={"policy": keeps_wide_blocks})
-
-
-@pytest.mark.parametrize(
-    ("forward", "backward", "batch"),
-    # Each pair of values once.
-    [(f, b, (0, 600, "16 MiB")[(i + j) % 3]) for i, f in enumerate((0, 1, 3)) for j, b in enumerate((0, 1, 3))],
-)
-def test_prefetching_changes_no_numbers(forward: int, backward: int, batch: int | str) -> None:
-    settings = {**EACH_LINEAR, "forward_prefetch": forward, "backward_prefetch": backward, "batch_nbytes": batch}
-    assert_parity(seeded(Net), world_size=2, turns=4, optimizer=adam, settings=settings)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
@@ -189,10 +174,6 @@ def walk(execution_order: ExecutionOrder[Sized], route: Sequence[int]) -> list[l
     return asked
 
 
-def behind(route: Sequence[int], ahead: int) -> list[list[int]]:
-    return [list(route[position + 1 : position + 1 + ahead]) for position in range(len(route))]
-
-
 ROUTES = st.lists(st.integers(1, 5), max_size=6).map(lambda indices: (0, *indices))
 WALKS = st.lists(ROUTES, min_size=1, max_size=4, unique=True).flatmap(
     lambda routes: st.lists(st.sampled_from(routes), min_size=1, max_size=12)
@@ -212,57 +193,6 @@ def test_what_is_asked_for_is_what_a_recorded_order_says(routes: list[tuple[int,
             # Of no more orders than are kept, one that fits is always found; and nothing else is ever asked for.
             assert asked in answers if answers else asked == []
         recorded.add(route)
-
-
-@pytest.mark.slow
-@given(st.lists(ROUTES, min_size=1, max_size=MOST_ROUTES, unique=True), st.integers(0, 3), st.integers(0, 3))
-def test_orders_that_come_in_turns_are_foreseen(routes: list[tuple[int, ...]], ahead: int, turns: int) -> None:
-    execution_order: ExecutionOrder[Sized] = ExecutionOrder(ahead, 1)
-    for route in routes + routes[:1]:
-        walk(execution_order, route)
-    for _ in range(turns):
-        for route in routes[1:] + routes[:1]:
-            assert walk(execution_order, route) == behind(route, ahead)
-
-
-@pytest.mark.slow
-@given(st.lists(ROUTES, max_size=40), ROUTES)
-def test_an_order_that_is_repeated_is_followed_whatever_came_before(
-    before: list[tuple[int, ...]], route: tuple[int, ...]
-) -> None:
-    execution_order: ExecutionOrder[Sized] = ExecutionOrder(2, 1)
-    for each in [*before, route, route]:
-        walk(execution_order, each)
-    assert walk(execution_order, route) == behind(route, 2)
-    turning = STAGES[route[-1]]
-    assert execution_order.turning is turning
-    execution_order.begin_forward()
-    for index in route:
-        execution_order.enter(STAGES[index])
-    assert execution_order.turns_at(turning)
-
-
-def test_modules_that_are_called_by_themselves_in_turns_are_foreseen_too() -> None:
-    execution_order: ExecutionOrder[Sized] = ExecutionOrder(1, 1)
-    encoder, decoder = (1, 2, 3), (4, 5)
-    for route in (encoder, decoder, encoder):
-        walk(execution_order, route)
-    assert walk(execution_order, decoder) == [[5], []]
-    assert walk(execution_order, encoder) == [[2], [3], []]
-    # Twice in a row, as it never was: found as soon as it departs from what was foreseen.
-    assert walk(execution_order, encoder) == [[2], [3], []]
-    execution_order.begin_forward()
-    assert [stage.index for (stage,) in execution_order.enter(STAGES[1])] == [2]
-
-
-def test_no_more_orders_are_kept_than_the_last_ones() -> None:
-    execution_order: ExecutionOrder[Sized] = ExecutionOrder(1, 1)
-    kept = [(0, first, second) for first in range(1, 4) for second in range(1, 4)][:MOST_ROUTES]
-    forgotten = (0, 5, 5, 5)
-    for route in [forgotten, *kept]:
-        walk(execution_order, route)
-    assert walk(execution_order, forgotten)[1:] == [[], [], []]
-    assert walk(execution_order, forgotten)[1:] == [[5], [5], []]
 
 
 class Wanders(Net):

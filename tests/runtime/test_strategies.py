@@ -12,22 +12,20 @@ from parity import (
     Block,
     Net,
     adam,
-    assert_all_close,
     assert_parity,
     draw,
+    fake,
     local,
     on_ranks,
+    one_by_one,
     root_of,
     seeded,
     sharded_copy,
     square_step,
-    train,
     train_reference,
     units_of,
 )
-from polyshard.errors import ConfigError, StateError
-from polyshard.interfaces import PluginContext
-from polyshard_backends.fake import FakeCollectives
+from polyshard.errors import StateError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import run_processes
 from torch import nn
@@ -59,38 +57,6 @@ class Slivers(nn.Module):
         return self.last(x) + self.none.sum()
 
 
-class Both:
-    """Two optimizers that step together."""
-
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        self._optimizers = optimizers
-
-    def step(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
-
-
-def grouped(model: nn.Module) -> torch.optim.Optimizer:
-    """Weights and biases in groups of their own, with their own settings."""
-    named = list(model.named_parameters())
-    weights = [parameter for name, parameter in named if name.endswith("weight")]
-    others = [parameter for name, parameter in named if not name.endswith("weight")]
-    return torch.optim.AdamW(
-        [{"params": weights, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0, "lr": 3e-2}], lr=1e-2
-    )
-
-
-def two_optimizers(model: nn.Module) -> torch.optim.Optimizer:
-    blocks = [parameter for name, parameter in model.named_parameters() if name.startswith("blocks")]
-    others = [parameter for name, parameter in model.named_parameters() if not name.startswith("blocks")]
-    pair = Both(torch.optim.SGD(blocks, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=1e-2))
-    return cast("torch.optim.Optimizer", pair)
-
-
 def foreach_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
@@ -114,10 +80,6 @@ def full(tensor: Any) -> torch.Tensor:
     return whole.clone()
 
 
-def fake(rank: int = 0, world_size: int = 4) -> FakeCollectives:
-    return FakeCollectives(PluginContext("fake", torch.device("cpu")), rank, world_size)
-
-
 def assert_wholes(ranks: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> None:
     """What each rank sees of the whole is ``expected``, on all of them to the bit."""
     for wholes in ranks:
@@ -129,24 +91,7 @@ def assert_wholes(ranks: list[dict[str, torch.Tensor]], expected: dict[str, torc
 # Parity.
 
 
-@pytest.mark.parametrize(("settings", "world_size"), STRATEGIES)
-def test_five_adamw_steps_equal_those_of_the_unsharded_model(settings: dict[str, Any], world_size: int) -> None:
-    model = seeded(Net)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    trained = train_reference(model, square_step, world_size, 5, adam).parameters
-    assert max((trained[name] - before[name]).abs().max().item() for name in before) > 1e-2
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
-        optimizer = adam(mine)
-        train(mine, optimizer, square_step, rank, 5)
-        return {name: full(p.detach()) for name, p in mine.named_parameters()}
-
-    assert_wholes(on_ranks(world_size, on_rank), trained)
-
-
-@pytest.mark.parametrize("optimizer", [foreach_adam, fused_adam, foreach_momentum, adagrad])
-@pytest.mark.parametrize("world_size", [3, 4])
+@one_by_one("optimizer", [foreach_adam, fused_adam, foreach_momentum, adagrad], "world_size", [3, 4])
 def test_optimizers_take_ranks_that_hold_nothing_of_a_parameter(world_size: int, optimizer: Any) -> None:
     assert_parity(
         seeded(Slivers), world_size=world_size, turns=5, optimizer=optimizer, settings={"policy": units_of(nn.Linear)}
@@ -169,13 +114,6 @@ def test_ranks_without_a_part_see_whole_shapes_and_gradients_without_rows() -> N
     assert [each["scale"] for each in parts] == [(1,), (0,), (0,), (0,)]
     assert [each["none"] for each in parts] == [(0,)] * 4
     assert [each["last.weight"] for each in parts] == [(1, 3), (1, 3), (0, 3), (0, 3)]
-
-
-@pytest.mark.parametrize("optimizer", [grouped, two_optimizers])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_parameter_groups_and_several_optimizers(optimizer: Any, strategy: str) -> None:
-    settings = {**BLOCKS, "strategy": strategy}
-    assert_parity(seeded(Net), world_size=3, turns=5, optimizer=optimizer, settings=settings)
 
 
 # One rank, and one of very many.
@@ -238,8 +176,9 @@ def accumulated(model: nn.Module, world_size: int, turns: int) -> dict[str, torc
     }
 
 
-@pytest.mark.parametrize(("settings", "world_size"), ONCE_EACH)
-@pytest.mark.parametrize("waits", [(False, False, False), (True, True, False), (False, True, False)])
+@one_by_one(
+    "settings, world_size", ONCE_EACH, "waits", [(False, False, False), (True, True, False), (False, True, False)]
+)
 def test_accumulated_gradients_equal_those_of_the_unsharded_model(
     settings: dict[str, Any], world_size: int, waits: tuple[bool, ...]
 ) -> None:
@@ -287,47 +226,7 @@ def test_clipping_without_gradients_answers_zero() -> None:
     assert on_ranks(2, on_rank) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("norm_type", [0.0, -1.0, -float("inf")])
-def test_a_norm_that_shards_cannot_combine_is_refused(norm_type: float) -> None:
-    model, collectives = seeded(Net), fake()
-    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, **BLOCKS))
-    square_step(model, 0, 0)
-    collectives.calls.clear()
-    with pytest.raises(ConfigError, match=f"norm_type.*{norm_type}"):
-        polyshard.clip_grad_norm_(model, 1.0, norm_type)
-    assert not collectives.calls
-
-
 # Whole parameters outside of compute.
-
-
-@pytest.mark.parametrize(("settings", "world_size"), ONCE_EACH)
-@pytest.mark.parametrize("writeback", [True, False])
-def test_unsharded_shows_whole_parameters_and_keeps_changes_where_asked(
-    settings: dict[str, Any], world_size: int, writeback: bool
-) -> None:
-    model = seeded(Net)
-    doubled = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in doubled.parameters():
-            parameter.mul_(2.0)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
-        mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
-        shards = {name: (p, local(p.detach()).clone()) for name, p in mine.named_parameters()}
-        with polyshard.unsharded(mine, writeback=writeback), torch.no_grad():
-            for name, parameter in mine.named_parameters():
-                assert torch.equal(parameter, model.get_parameter(name))
-                parameter.mul_(2.0)
-        for name, parameter in mine.named_parameters():
-            original, values = shards[name]
-            assert parameter is original
-            assert torch.equal(local(parameter.detach()), values * (2.0 if writeback else 1.0))
-        with torch.no_grad():
-            return mine(draw(4, 3))
-
-    expected = (doubled if writeback else model)(draw(4, 3)).detach()
-    assert_all_close(on_ranks(world_size, on_rank), expected)
 
 
 def test_unsharded_is_refused_inside_itself_and_inside_a_step() -> None:

@@ -16,8 +16,10 @@ from parity import (
     assert_all_close,
     assert_parity,
     draw,
+    fake,
     is_sharded,
     on_ranks,
+    one_by_one,
     root_of,
     seeded,
     sharded_copy,
@@ -26,8 +28,6 @@ from parity import (
     units_of,
 )
 from polyshard.errors import StateError
-from polyshard.interfaces import PluginContext
-from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -62,9 +62,10 @@ CALLS: dict[str, Callable[[Translates, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(
-    ("strategy", "world_size", "writeback"),
+@one_by_one(
+    "call",
+    CALLS,
+    "strategy, world_size, writeback",
     [("full_shard", 3, True), ("full_shard", 2, False), ("shard_grad_op", 2, True), ("no_shard", 2, False)],
 )
 def test_calls_compute_with_the_whole_parameters_that_the_user_sees(
@@ -120,7 +121,7 @@ def test_one_rank_may_call_alone(call: str) -> None:
 
 
 def test_no_collective_is_issued_and_nothing_is_cast() -> None:
-    model, collectives = seeded(Net).float(), FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    model, collectives = seeded(Net).float(), fake()
     # One pretended rank of four gathers its own elements alone: the rest is not what the model had.
     polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, precision="bf16", **BLOCKS))
     x = draw(4, 3).float()
@@ -139,9 +140,10 @@ def test_no_collective_is_issued_and_nothing_is_cast() -> None:
     assert dtypes == [torch.float32] * 4
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(
-    ("inside", "strategy", "world_size"),
+@one_by_one(
+    "call",
+    CALLS,
+    "inside, strategy, world_size",
     [(True, "full_shard", 2), (False, "full_shard", 2), (True, "no_shard", 1), (False, "no_shard", 2)],
 )
 def test_a_backward_through_such_a_call_is_refused_and_training_goes_on(
@@ -223,8 +225,7 @@ def test_a_call_that_raises_leaves_the_parameters_whole() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("policy", [units_of(Block), "always"])
+@one_by_one("strategy", ["full_shard", "shard_grad_op", "no_shard"], "policy", [units_of(Block), "always"])
 def test_a_backward_of_a_forward_before_it_is_not_disturbed(policy: Any, strategy: str) -> None:
     def loss_of(model: nn.Module, x: torch.Tensor, turn: int, rank: int) -> torch.Tensor:
         loss: torch.Tensor = model(x).square().mean()

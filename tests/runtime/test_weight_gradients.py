@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import polyshard
 import pytest
 import torch
-from parity import Step, assert_parity, draw, on_ranks, seeded, sharded_copy, train_reference, units_of, whole
+from parity import Step, draw, on_ranks, seeded, sharded_copy, train_reference, units_of, whole
 from polyshard.interfaces import PluginContext, Work
 from polyshard.nested import iter_tensors
 from polyshard.planning import thresholds
@@ -149,11 +149,6 @@ def test_a_recomputation_may_go_on_to_the_end() -> None:
     torch.testing.assert_close(trained(model, 4, one_step=both), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_microbatches_add_up() -> None:
-    model = make()
-    torch.testing.assert_close(trained(model, 2, 3), reference(model, 2, 3), rtol=1e-5, atol=1e-6)
-
-
 class Written(TorchDispatchMode):
     """Where products as large as a weight are put: the address of the memory that was given for them, or None."""
 
@@ -177,43 +172,6 @@ class Reduced(ThreadedCollectives):
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, **options: Any) -> Work:
         self.addresses.append(full.untyped_storage().data_ptr())
         return super().reduce_scatter(out, full, **options)
-
-
-class Skips(nn.Module):
-    """A large layer that some ranks do not use, beside a parameter that all do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDE))
-        self.layer = nn.Linear(WIDE, WIDE)
-
-    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
-        x = x * self.scale
-        return x + self.layer(x) if uses else x
-
-
-class Skipping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Skips() for _ in range(5))
-
-    def forward(self, x: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
-        for block, uses in zip(self.blocks, used, strict=True):
-            x = block(x, uses)
-        return x
-
-
-def test_replicas_of_which_some_compute_no_gradient_in_place_add_up_in_one_order() -> None:
-    """A rank that makes room for a gradient in place waits for reductions before the others do."""
-
-    def uneven(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        used = [bool(turn == 0 or (index + rank + turn) % 3) for index in range(5)]
-        loss = model(draw(4, WIDE, turn=turn, rank=rank), used).square().mean()
-        loss.backward()
-        return [loss.detach()]
-
-    settings = {"strategy": "hybrid_shard", "shard_size": 2, "policy": units_of(Skips), "batch_nbytes": 0}
-    assert_parity(seeded(Skipping), uneven, world_size=4, settings=settings)
 
 
 def test_gradients_are_produced_in_the_reductions_input(monkeypatch: pytest.MonkeyPatch) -> None:

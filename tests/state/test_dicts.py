@@ -13,6 +13,7 @@ from parity import (
     Net,
     draw,
     on_ranks,
+    one_by_one,
     seeded,
     sgd,
     sharded_copy,
@@ -77,8 +78,7 @@ def test_whole_parameters_are_given_out_inside_unsharded() -> None:
             torch.testing.assert_close(dict(state), dict(plain), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
+@one_by_one("assign", [False, True], "world_size, settings", STRATEGIES)
 def test_whole_parameters_are_loaded(world_size: int, settings: dict[str, Any], assign: bool) -> None:
     given = seeded(Net, seed=7)
     wanted = train_reference(copy.deepcopy(given), square_step, world_size, turns=2)

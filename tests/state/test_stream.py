@@ -14,7 +14,9 @@ from parity import (
     Block,
     Net,
     draw,
+    fake,
     on_ranks,
+    one_by_one,
     seeded,
     sgd,
     sharded_copy,
@@ -191,7 +193,7 @@ def test_two_units_are_whole_at_a_time(inside: bool) -> None:
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
 
-    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    collectives = fake()
     model = nn.Sequential(*(block() for _ in range(blocks)))
     polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=units_of(nn.Sequential)))
     before = live_nbytes(whole_unit)
@@ -255,8 +257,12 @@ def test_writes_to_what_is_handed_out_reach_no_weights(strategy: str) -> None:
         assert_equal(got, expected(plain))
 
 
-@pytest.mark.parametrize(("ranks", "receivers"), [([1, 2], {1, 2}), ("hosts", {0}), ((3,), {3})])
-@pytest.mark.parametrize("settings", [SETTINGS[2][1], SETTINGS[3][1], {}, {"strategy": "no_shard"}])
+@one_by_one(
+    "ranks, receivers",
+    [([1, 2], {1, 2}), ("hosts", {0}), ((3,), {3})],
+    "settings",
+    [SETTINGS[2][1], SETTINGS[3][1], {}, {"strategy": "no_shard"}],
+)
 def test_some_ranks_get_weights_and_others_only_take_part(
     settings: dict[str, Any], ranks: Any, receivers: set[int]
 ) -> None:

@@ -9,11 +9,9 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, draw, on_ranks, seeded, sgd, sharded_copy, train_reference, units_of
+from parity import Block, draw, fake, on_ranks, one_by_one, seeded, sgd, sharded_copy, train_reference, units_of
 from polyshard.errors import RankMismatchError, StateError, UnshardedUseError
-from polyshard.interfaces import PluginContext
 from polyshard.state import StateOptions, get_model_state_dict
-from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -58,8 +56,7 @@ def same(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
     return list(got) == list(wanted) and all(torch.equal(got[name], value) for name, value in wanted.items())
 
 
-@pytest.mark.parametrize("name", INSIDE)
-@pytest.mark.parametrize(("world_size", "settings"), SETTINGS)
+@one_by_one("name", INSIDE, "world_size, settings", SETTINGS)
 def test_names_and_values_are_those_of_the_same_module_of_the_plain_model(
     world_size: int, settings: dict[str, Any], name: str
 ) -> None:
@@ -104,7 +101,7 @@ def test_a_tied_parameter_has_all_names_that_the_module_has_for_it() -> None:
 
 
 def test_units_without_a_parameter_in_it_are_not_gathered() -> None:
-    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    collectives = fake()
     model = polyshard.shard(seeded(Tied), polyshard.ShardConfig(collectives=collectives, **BLOCKS))
 
     def gathered(call: Callable[[nn.Module], Any], name: str) -> int:

@@ -23,7 +23,9 @@ import polyshard
 import pytest
 import torch
 from polyshard.errors import StateError
+from polyshard.interfaces import PluginContext
 from polyshard.runtime.root import Root
+from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -167,9 +169,30 @@ def units_of(*classes: type[nn.Module]) -> dict[str, Any]:
     return {"name": "module_class", "classes": list(classes)}
 
 
+def one_by_one(*axes: Any) -> pytest.MarkDecorator:
+    """Cases: the first value of each axis, and every other one beside the first of all others.
+
+    ``axes``: names of parameters, with commas, then their values: tuples where there are several names; and so on.
+    """
+    columns = [
+        [value if "," in names else (value,) for value in values]
+        for names, values in zip(axes[::2], axes[1::2], strict=True)
+    ]
+    first = [column[0] for column in columns]
+    rows = [first]
+    for place, column in enumerate(columns):
+        rows += [[*first[:place], value, *first[place + 1 :]] for value in column[1:]]
+    return pytest.mark.parametrize(", ".join(axes[::2]), [sum(row, ()) for row in rows])
+
+
 def threaded(world: ThreadedWorld, rank: int, **settings: Any) -> polyshard.ShardConfig:
     """A configuration for one thread of ``world``."""
     return polyshard.ShardConfig(collectives={"name": "threaded", "world": world, "rank": rank}, **settings)
+
+
+def fake(rank: int = 0, world_size: int = 4) -> FakeCollectives:
+    """One pretended rank, which writes down what it sends."""
+    return FakeCollectives(PluginContext("fake", torch.device("cpu")), rank, world_size)
 
 
 def on_ranks(world_size: int, function: Callable[[int, ThreadedWorld], T]) -> list[T]:
