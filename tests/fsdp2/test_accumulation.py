@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -249,45 +249,6 @@ def inputs_first_and_weights_later(rank: int) -> None:
         same(means, [each.grad.full_tensor() for each in plain.parameters()], **EXACT)
 
 
-def _schedule() -> Iterator[tuple[str, int]]:
-    """One forward, one backward: two forwards ahead."""
-    yield from (("forward", 0), ("forward", 1))
-    for number in range(4):
-        yield "backward", number
-        if number < 2:
-            yield "forward", number + 2
-
-
-def _one_forward_one_backward(rank: int, releases: bool) -> None:
-    def run(face: ModuleType) -> list[Any]:
-        model: Any = shard_all(face, make(), reshard_after_forward=releases)
-        held, optimizer = held_in(model), torch.optim.SGD(model.parameters(), lr=0.1)
-        told: list[Any] = []
-        for start in (1, 2):
-            inputs, losses = list(batches(4, seed=start)), dict[int, torch.Tensor]()
-            for action, number in _schedule():
-                if action == "forward":
-                    losses[number] = loss_of(model, inputs[number])
-                    continue
-                last = number == 3
-                model.set_requires_gradient_sync(last)
-                model.set_is_last_backward(last)
-                model.set_reshard_after_backward(last)
-                losses[number].backward()
-                told.append(losses[number].item())
-            told.append(gradients(held))
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*told, wholes(model)]
-
-    alike(run)
-
-
-@pytest.mark.parametrize("releases", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_one_forward_one_backward(ranks: KeptRanks, releases: bool) -> None:
-    ranks.run(2, _one_forward_one_backward, releases)
-
-
 def an_optimizer_ends_what_backwards_left(rank: int) -> None:
     """FSDP2 would train with gradients that are not there, and compute with parameters from before the step."""
     sharded: Any = shard_all(OURS, make(), reshard_after_forward=False)
@@ -347,37 +308,6 @@ def an_exception_in_the_middle(rank: int) -> None:
     model.set_requires_gradient_sync(True)
     loss_of(model, second).backward()
     loss_of(plain, second).backward()
-    same(gradients(held), averaged(plain), **EXACT)
-
-
-class Skipping(Words):
-    """On one rank of each step the second block's output is not in the loss."""
-
-    skips = False
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[0](self.embedding(words))
-        unused = self.blocks[1](x)
-        logits: torch.Tensor = self.head(self.norm(x if self.skips else unused))
-        return logits
-
-
-def a_rank_that_skips_a_module(rank: int) -> None:
-    """Its backward is in step with the others', and its zeros are in their sums."""
-    model, plain = Skipping().double(), Skipping().double()
-    plain.load_state_dict(make().state_dict())
-    model.load_state_dict(plain.state_dict())
-    sharded: Any = shard_all(OURS, model, cpu_mesh(2, 2))
-    held = held_in(sharded)
-    for number, words in enumerate(batches(5)):
-        last = number == 4
-        sharded.set_requires_all_reduce(last)
-        sharded.set_is_last_backward(last)
-        sharded.set_reshard_after_backward(last)
-        sharded.blocks[1].set_requires_gradient_sync(number % 2 == 0)
-        for each in (sharded, plain):
-            each.skips = rank == number
-            loss_of(each, words).backward()
     same(gradients(held), averaged(plain), **EXACT)
 
 
@@ -444,7 +374,6 @@ BODIES: dict[Callable[[int], object], int] = {
     an_optimizer_ends_what_backwards_left: 2,
     states_that_are_loaded_are_seen: 2,
     an_exception_in_the_middle: 4,
-    a_rank_that_skips_a_module: 4,
     modules_that_the_last_backward_passes_by: 4,
     sums_behind_a_reduction_in_flight: 2,
     sums_in_the_dtype_of_reductions: 2,

@@ -254,26 +254,6 @@ def parameters_of_several_dtypes(rank: int) -> None:
     same(wholes(model), dict(plain.state_dict()))
 
 
-class _Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused, self.mine = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        out: torch.Tensor = self.used(x)
-        return out + self.mine(x) if both else out
-
-
-def parameters_without_gradients(rank: int) -> None:
-    torch.manual_seed(0)
-    model: Any = _Branches()
-    OURS.fully_shard(model, mesh=cpu_mesh())
-    model(torch.ones(2, 4), both=rank == 0).sum().backward()
-    assert model.unused.weight.grad is None
-    # Rank 1 did not use it, and rank 0's gradient of ones is halved all the same.
-    same(model.mine.weight.grad.to_local(), torch.ones(2, 4))
-
-
 def parameters_that_came_later(rank: int) -> None:
     """An adapter around a sharded layer, whose gradients the program averages, as Transformers' Trainer does."""
 
@@ -329,7 +309,6 @@ BODIES: dict[Callable[[int], object], int] = {
     inputs_that_are_not_cast: 2,
     ignored_parameters: 2,
     parameters_of_several_dtypes: 2,
-    parameters_without_gradients: 2,
     parameters_that_came_later: 2,
     compiled_blocks: 2,
 }

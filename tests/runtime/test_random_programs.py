@@ -29,11 +29,10 @@ from polyshard.interfaces import PluginContext
 from polyshard.planning import thresholds
 from polyshard.planning.device_mesh import mesh_over
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
-from polyshard_fsdp2 import CPUOffloadPolicy, fully_shard
+from polyshard_fsdp2 import CPUOffloadPolicy, FSDPModule, fully_shard
 from random_programs import (
     Event,
     Extra,
-    PlannedError,
     Program,
     Raising,
     Routed,
@@ -64,13 +63,6 @@ pytestmark = [
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-}
-
-
-#: Under what a sharded model's microbatches wait for the last.
-WAITING: dict[Turn, Callable[[nn.Module], AbstractContextManager[Any]]] = {
-    Turn.NO_SYNC: polyshard.no_sync,
-    Turn.REPLICAS: polyshard.no_all_reduce,
 }
 
 
@@ -145,8 +137,10 @@ class Run:
             "reshard_after_forward": settings["reshard_after_forward"],
             "offload_policy": CPUOffloadPolicy(pin_memory=False) if settings["offload"] == "cpu" else None,
         }
-        for module in (*reversed(chosen), model):
-            fully_shard(module, **given)
+        size = 2 if settings["together"] else 1
+        lists: list[Any] = [chosen[at : at + size] for at in range(0, len(chosen), size)]
+        for modules in (*reversed(lists), [model]):
+            fully_shard(modules, **given)
 
     def begin(self, index: int, step: Step) -> None:
         """Events, forwards and backwards of one step."""
@@ -160,8 +154,7 @@ class Run:
         seen = self.seen.values
         for number in range(forwards_of(turn)):
             x = draw(4, 3, turn=3 * index + number, rank=self.rank, requires_grad=step.differentiable)
-            quiet = WAITING.get(turn) if number < 2 and self.sharded else None
-            with nullcontext() if quiet is None else quiet(self.model):
+            with self._waiting(turn, index, number):
                 loss = self._output(step, number, x).square().mean()
                 losses.append(loss)
                 seen.append(loss.detach())
@@ -195,6 +188,24 @@ class Run:
         if turn in (Turn.APART, Turn.IN_ORDER, Turn.TOGETHER):
             for loss in _backwards(turn, losses):
                 loss.backward()
+
+    def _waiting(self, turn: Turn, index: int, number: int) -> AbstractContextManager[Any]:
+        """Under what a microbatch may wait for the last."""
+        model: Any = self.model
+        if self.sharded and turn is Turn.SOME and isinstance(model, FSDPModule):
+            drawn, last = random.Random(3 * index + number), number == 2
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    for call in (
+                        module.set_requires_gradient_sync,
+                        module.set_requires_all_reduce,
+                        module.set_reshard_after_backward,
+                    ):
+                        call(last or drawn.random() < 0.5, recurse=False)
+            model.set_is_last_backward(last or drawn.random() < 0.5)
+        elif self.sharded and turn in (Turn.NO_SYNC, Turn.REPLICAS) and number < 2:
+            return (polyshard.no_sync if turn is Turn.NO_SYNC else polyshard.no_all_reduce)(model)
+        return nullcontext()
 
     def _output(self, step: Step, number: int, x: torch.Tensor) -> torch.Tensor:
         model: Any = self.model
@@ -255,11 +266,13 @@ class Run:
         elif event is Event.UNUSED:
             model(x, plain, self.rank)
         elif event is Event.RAISE:
-            with pytest.raises(PlannedError):
-                model(x, plain, self.rank, raises=True)
+            handle = model.blocks[block].up.register_forward_hook(_fail)
+            with pytest.raises(ArithmeticError):
+                model(x, plain, self.rank)
+            handle.remove()
         elif event is Event.FAIL:
             handle = model.blocks[block].register_forward_hook(_fail_in_backward)
-            with pytest.raises(PlannedError):
+            with pytest.raises(ArithmeticError):
                 model(x, plain, self.rank).sum().backward()
             handle.remove()
             # What it left in ``.grad`` is undefined, unsharded too.
@@ -321,11 +334,12 @@ class Run:
             return {name: each.detach().clone() for name, each in self.model.named_parameters()}
 
 
-def _fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-    def fail(gradient: torch.Tensor) -> None:
-        raise PlannedError
+def _fail(*_: Any) -> None:
+    raise ArithmeticError
 
-    output.register_hook(fail)
+
+def _fail_in_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    output.register_hook(_fail)
 
 
 def _backwards(turn: Turn, losses: list[torch.Tensor]) -> Iterator[torch.Tensor]:

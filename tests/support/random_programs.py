@@ -75,11 +75,14 @@ class Turn(Enum):
     LOOK = "a forward without gradients between a forward and its backward"
     INSIDE = "a forward that calls its backward itself"
     AROUND = "a forward under one checkpoint, and a backward"
+    SOME = "two microbatches in which gradients of some modules wait, FSDP2's way, before one that reduces all"
     REPLICAS = "two microbatches under no_all_reduce before one that reduces over replicas, too"
 
 
 #: Those that torch refuses where a re-entrant checkpoint is on the way.
 WITHOUT_REENTRANT = (Turn.GRAD_FIRST, Turn.GRAD_ALONE, Turn.INPUTS, Turn.PARAMETERS, Turn.PENALTY)
+#: Those of three forwards, the last of which reduces what the others left.
+WAITING = (Turn.NO_SYNC, Turn.SOME, Turn.REPLICAS)
 ONE_FORWARD = (
     *(Turn.PLAIN, Turn.RETAINED, Turn.GRAD_FIRST, Turn.PARAMETERS, Turn.PENALTY, Turn.LOOK, Turn.INSIDE, Turn.AROUND),
 )
@@ -87,7 +90,7 @@ ONE_FORWARD = (
 
 def forwards_of(turn: Turn) -> int:
     """How many forwards a step has, but for those that only look."""
-    if turn in (Turn.NO_SYNC, Turn.REPLICAS):
+    if turn in WAITING:
         return 3
     return 1 if turn in ONE_FORWARD else 2
 
@@ -104,7 +107,7 @@ class Event(Enum):
     FREEZE_WHOLE = "the same, while parameters are whole"
     SAVE = "a checkpoint is loaded into a new model, sharded in another way"
     LOCAL = "this rank's part of the state is taken and given back"
-    RAISE = "the whole forward raises at its end"
+    RAISE = "a forward raises inside of a block"
     FAIL = "a backward raises on its way"
     UNUSED = "a forward whose output nobody uses"
 
@@ -158,7 +161,8 @@ class Program:
     number: int
     world_size: int
     settings: dict[str, Any]
-    """Of a configuration, but for the policy; ``front`` is who shards: ``polyshard.shard``, or FSDP2's drop-in."""
+    """Of a configuration, but for the policy; ``front`` is who shards: ``polyshard.shard``, or FSDP2's drop-in,
+    which takes modules in pairs where they come ``together``."""
     policy: str
     optimizer: str
     frozen: str | None
@@ -294,7 +298,6 @@ class Routed(nn.Module):
         rank: int,
         gated: bool = False,
         *,
-        raises: bool = False,
         inside: bool = False,
     ) -> torch.Tensor:
         self.aside = []
@@ -304,8 +307,6 @@ class Routed(nn.Module):
         if self.words is not None:
             y = y + self.words(x.detach().argmax(-1))
         y = self.along(y, way, rank)
-        if raises:
-            raise PlannedError
         output: torch.Tensor = sum(self.aside, self.last(y))
         if self.borrows:
             output = output + torch.tanh(y @ self.last.weight.t())
@@ -391,7 +392,7 @@ def draw_program(number: int) -> Program:
     return Program(
         number=number,
         world_size=world_size,
-        settings=_settings(drawn, world_size, family),
+        settings=_settings(drawn, world_size, family, flat),
         policy=policy,
         optimizer=optimizer,
         # Of a backward of some parameters, one is every rank's.
@@ -404,7 +405,7 @@ def draw_program(number: int) -> Program:
         },
         free=free,
         steps=steps,
-        others=tuple(_settings(drawn, world_size, family) for _ in range(saves)),
+        others=tuple(_settings(drawn, world_size, family, flat) for _ in range(saves)),
     )
 
 
@@ -446,7 +447,7 @@ def _smaller_segments(segment: Segment) -> Iterator[Segment]:
             yield replace(segment, uses=uses)
 
 
-def _settings(drawn: random.Random, world_size: int, family: Family) -> dict[str, Any]:
+def _settings(drawn: random.Random, world_size: int, family: Family, flat: bool) -> dict[str, Any]:
     strategies = ["full_shard", "full_shard", "shard_grad_op", "no_shard"]
     if world_size in (2, 4):
         strategies += ["hybrid_shard", "hybrid_shard_zero2"]
@@ -461,6 +462,8 @@ def _settings(drawn: random.Random, world_size: int, family: Family) -> dict[str
         "backward_prefetch": drawn.randint(0, 2),
         "split_root": drawn.random() < 0.5,
         "reshard_after_forward": drawn.choice((None, None, True, False, "auto")),
+        # All of a unit must have gradients or nothing, of one tensor.
+        "together": not flat and drawn.random() < 0.5,
     }
     if settings["front"] == "drop-in" and family is Family.SCALAR:
         # FSDP2 takes no scalars.
@@ -470,7 +473,9 @@ def _settings(drawn: random.Random, world_size: int, family: Family) -> dict[str
         settings |= {"memory_budget": "1 GiB"} if releases else {"reshard_after_forward": None}
     if settings["front"] == "drop-in":
         settings["offload"] = drawn.choice(("none", "none", "cpu"))
-        return {key: settings[key] for key in ("front", "offload", "reshard_after_forward")}
+        settings["replicas"] = world_size == 4 and drawn.random() < 0.4
+        return {key: settings[key] for key in ("front", "offload", "reshard_after_forward", "together", "replicas")}
+    del settings["together"]
     if settings["strategy"].startswith("hybrid"):
         settings["shard_size"] = drawn.choice((1, 2) if world_size == 2 else (2, 4))
     if settings["reshard_after_forward"] is True and settings.get("shard_size", world_size) == 4:
@@ -481,7 +486,7 @@ def _settings(drawn: random.Random, world_size: int, family: Family) -> dict[str
 def _step(drawn: random.Random, world_size: int, optimizer: str, free: bool, alone: bool) -> Step:
     turn = drawn.choice(tuple(Turn))
     apart = alone and drawn.random() < 0.15
-    if apart and turn in (Turn.NO_SYNC, Turn.REPLICAS):
+    if apart and turn in WAITING:
         # A second microbatch that runs no block, or drops all, reduces nothing.
         turn = Turn.MICROBATCHES
     if apart and turn in (Turn.INSIDE, Turn.AROUND):
