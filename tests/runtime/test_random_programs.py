@@ -402,7 +402,9 @@ def compare(program: Program, got: Seen, wanted: Seen, where: str) -> None:
     rtol = 1e-8 if program.optimizer == "muon" else 1e-10
 
     def close(mine: Any, theirs: Any, what: str) -> None:
-        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol / 10, msg=lambda text: f"{where}, {what}: {text}")
+        torch.testing.assert_close(
+            mine, theirs, rtol=rtol, atol=rtol / 10, equal_nan=True, msg=lambda text: f"{where}, {what}: {text}"
+        )
 
     close(got.values, wanted.values, "what was computed")
     for name, place in got.places.items():
@@ -447,7 +449,7 @@ def check(program: Program, folder: Path) -> None:
         return
     rtol = 1e-8 if program.optimizer == "muon" else 1e-10
     for _, whole in outcomes:
-        torch.testing.assert_close(whole, parameters, rtol=rtol, atol=rtol / 10)
+        torch.testing.assert_close(whole, parameters, rtol=rtol, atol=rtol / 10, equal_nan=True)
 
 
 def error_of(program: Program, folder: Path) -> BaseException | None:

@@ -379,8 +379,8 @@ def draw_program(number: int) -> Program:
     # One tensor a unit is decayed as a whole, so that all of a unit must be used or nothing.
     tied = not flat and drawn.random() < 0.3
     family = drawn.choice((Family.DENSE, Family.DENSE, *Family))
-    if family is Family.BORROWED and policy == "always":
-        # The weight of one unit, in another one's forward.
+    if family in (Family.BORROWED, Family.LOOKUP) and policy == "always":
+        # The weight of one unit, in another one's forward; an embedding that recomputations gather, and backwards not.
         family = Family.DENSE
     # A tied weight, and all of them where blocks are no units, are the outermost module's.
     alone = policy != "never" and not tied
@@ -389,10 +389,12 @@ def draw_program(number: int) -> Program:
     # Several forwards of one module that meet in one backward: not beside weight gradients that are written in place.
     meet = any(step.turn is Turn.TOGETHER or step.apart for step in steps)
     some = any(step.turn is Turn.PARAMETERS for step in steps)
+    # Of one tensor all must have gradients or nothing, and penalties read lists of modules that are gathered once.
+    single = flat or any(step.turn is Turn.PENALTY for step in steps)
     return Program(
         number=number,
         world_size=world_size,
-        settings=_settings(drawn, world_size, family, flat),
+        settings=_settings(drawn, world_size, family, single),
         policy=policy,
         optimizer=optimizer,
         # Of a backward of some parameters, one is every rank's.
@@ -405,7 +407,7 @@ def draw_program(number: int) -> Program:
         },
         free=free,
         steps=steps,
-        others=tuple(_settings(drawn, world_size, family, flat) for _ in range(saves)),
+        others=tuple(_settings(drawn, world_size, family, single) for _ in range(saves)),
     )
 
 
@@ -447,7 +449,7 @@ def _smaller_segments(segment: Segment) -> Iterator[Segment]:
             yield replace(segment, uses=uses)
 
 
-def _settings(drawn: random.Random, world_size: int, family: Family, flat: bool) -> dict[str, Any]:
+def _settings(drawn: random.Random, world_size: int, family: Family, single: bool) -> dict[str, Any]:
     strategies = ["full_shard", "full_shard", "shard_grad_op", "no_shard"]
     if world_size in (2, 4):
         strategies += ["hybrid_shard", "hybrid_shard_zero2"]
@@ -462,8 +464,7 @@ def _settings(drawn: random.Random, world_size: int, family: Family, flat: bool)
         "backward_prefetch": drawn.randint(0, 2),
         "split_root": drawn.random() < 0.5,
         "reshard_after_forward": drawn.choice((None, None, True, False, "auto")),
-        # All of a unit must have gradients or nothing, of one tensor.
-        "together": not flat and drawn.random() < 0.5,
+        "together": not single and drawn.random() < 0.5,
     }
     if settings["front"] == "drop-in" and family is Family.SCALAR:
         # FSDP2 takes no scalars.
@@ -473,8 +474,7 @@ def _settings(drawn: random.Random, world_size: int, family: Family, flat: bool)
         settings |= {"memory_budget": "1 GiB"} if releases else {"reshard_after_forward": None}
     if settings["front"] == "drop-in":
         settings["offload"] = drawn.choice(("none", "none", "cpu"))
-        settings["replicas"] = world_size == 4 and drawn.random() < 0.4
-        return {key: settings[key] for key in ("front", "offload", "reshard_after_forward", "together", "replicas")}
+        return {key: settings[key] for key in ("front", "offload", "reshard_after_forward", "together")}
     del settings["together"]
     if settings["strategy"].startswith("hybrid"):
         settings["shard_size"] = drawn.choice((1, 2) if world_size == 2 else (2, 4))
@@ -498,7 +498,9 @@ def _step(drawn: random.Random, world_size: int, optimizer: str, free: bool, alo
     # computed is on no record that others know of.
     alike = apart or turn is Turn.PENALTY
     reentrant = turn not in WITHOUT_REENTRANT and turn is not Turn.INSIDE
-    ways = tuple(_way(drawn, 1 if alike else world_size, free, reentrant) for _ in range(forwards_of(turn)))
+    # Who passes by does so in a step of forwards and whole backwards.
+    passes = turn not in (*WITHOUT_REENTRANT, Turn.AROUND, Turn.SOME)
+    ways = tuple(_way(drawn, 1 if alike else world_size, free, reentrant, passes) for _ in range(forwards_of(turn)))
     if alike:
         ways = tuple(tuple(_alike(segment, world_size) for segment in way) for way in ways)
     reentrant = any(segment.reentrant for way in ways for segment in way)
@@ -506,8 +508,6 @@ def _step(drawn: random.Random, world_size: int, optimizer: str, free: bool, alo
     if any(Use.PASS in its for way in ways for segment in way for its in segment.uses):
         # Behind a backward that failed there is no agreement before the next forward.
         possible.remove(Event.FAIL)
-        if turn is Turn.AROUND and reentrant:
-            turn = Turn.PLAIN
     events = drawn.sample(possible, drawn.choice((0, 0, 0, 1, 1, 2)))
     return Step(
         # Behind a backward that failed comes the next forward: parameters may be whole until then.
@@ -531,7 +531,7 @@ def _alike(segment: Segment, world_size: int) -> Segment:
     return replace(segment, uses=(uses,) * world_size, drops=segment.drops * world_size)
 
 
-def _way(drawn: random.Random, world_size: int, free: bool, reentrant: bool) -> Way:
+def _way(drawn: random.Random, world_size: int, free: bool, reentrant: bool, passes: bool) -> Way:
     """The blocks in one order, in segments of one or more."""
     blocks = list(range(BLOCKS))
     if drawn.random() < 0.2:
@@ -541,7 +541,7 @@ def _way(drawn: random.Random, world_size: int, free: bool, reentrant: bool) -> 
     while blocks:
         count = drawn.choice((1, 1, 1, 2, 2, 3))
         these, blocks = blocks[:count], blocks[count:]
-        columns = [_column(drawn, world_size, free) for _ in these]
+        columns = [_column(drawn, world_size, free, passes) for _ in these]
         # A backward comes to what is left aside through the output, and a checkpoint leaves it again.
         aside = any(Use.ASIDE in column for column in columns)
         dropped = drawn.random() < 0.3 and not aside
@@ -560,11 +560,11 @@ def _way(drawn: random.Random, world_size: int, free: bool, reentrant: bool) -> 
     return tuple(segments)
 
 
-def _column(drawn: random.Random, world_size: int, free: bool) -> Sequence[Use]:
+def _column(drawn: random.Random, world_size: int, free: bool, passes: bool) -> Sequence[Use]:
     """What each rank does with one block."""
     if free and drawn.random() < 0.05:
         return [drawn.choice([use for use in Use if use is not Use.PASS]) for _ in range(world_size)]
-    everyone = drawn.choice((*ALIKE, Use.SKIP, Use.TWICE, Use.NO_GRAD, Use.ASIDE, Use.PASS))
+    everyone = drawn.choice((*ALIKE, Use.SKIP, Use.TWICE, Use.NO_GRAD, Use.ASIDE, *([Use.PASS] if passes else [])))
     if everyone is Use.PASS:
         return [drawn.choice((Use.USE, Use.PASS)) for _ in range(world_size)]
     if everyone in ALIKE:
