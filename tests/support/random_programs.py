@@ -510,8 +510,8 @@ def _step(drawn: random.Random, world_size: int, optimizer: str, free: bool, alo
         possible.remove(Event.FAIL)
     events = drawn.sample(possible, drawn.choice((0, 0, 0, 1, 1, 2)))
     return Step(
-        # Behind a backward that failed comes the next forward: parameters may be whole until then.
-        events=tuple(sorted(events, key=lambda event: event is Event.FAIL)),
+        # Behind these comes the next forward: modules may show whole parameters until then.
+        events=tuple(sorted(events, key=(Event.UNUSED, Event.FAIL).__contains__)),
         turn=turn,
         ways=ways,
         # One tensor a unit is decayed as a whole, so that all of a unit must be used or nothing.
