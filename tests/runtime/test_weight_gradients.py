@@ -9,7 +9,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Step, draw, on_ranks, seeded, sharded_copy, train_reference, units_of, whole
+from parity import Step, assert_parity, draw, on_ranks, seeded, sharded_copy, train_reference, units_of, whole
 from polyshard.interfaces import PluginContext, Work
 from polyshard.nested import iter_tensors
 from polyshard.planning import thresholds
@@ -135,6 +135,19 @@ def reference(model: nn.Module, turns: int, microbatches: int = 1) -> dict[str, 
 def test_training_equals_the_unsharded_model(kind: dict[str, int]) -> None:
     model = make(**kind)  # type: ignore[arg-type]
     torch.testing.assert_close(trained(model, 3), reference(model, 3), rtol=1e-5, atol=1e-6)
+
+
+def test_two_forwards_meet_in_one_backward() -> None:
+    """As of chosen and rejected answers: autograd holds the gradient of the one until that of the other is there."""
+
+    def both(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        losses = [model(draw(4, 3, turn=2 * turn + part, rank=rank)).square().mean() for part in range(2)]
+        (losses[0] - 2 * losses[1]).backward()
+        return [loss.detach() for loss in losses]
+
+    for nbytes in (0, 100_000):
+        settings = {"policy": units_of(Large, nn.Linear), "batch_nbytes": nbytes, "backward_prefetch": 0}
+        assert_parity(make().double(), both, 2, turns=2, settings=settings)
 
 
 def test_a_recomputation_may_go_on_to_the_end() -> None:

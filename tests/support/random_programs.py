@@ -386,8 +386,6 @@ def draw_program(number: int) -> Program:
     alone = policy != "never" and not tied
     steps = tuple(_step(drawn, world_size, optimizer, free, alone) for _ in range(STEPS))
     saves = sum(event is Event.SAVE for step in steps for event in step.events)
-    # Several forwards of one module that meet in one backward: not beside weight gradients that are written in place.
-    meet = any(step.turn is Turn.TOGETHER or step.apart for step in steps)
     some = any(step.turn is Turn.PARAMETERS for step in steps)
     # Of one tensor all must have gradients or nothing, and penalties read lists of modules that are gathered once.
     single = flat or any(step.turn is Turn.PENALTY for step in steps)
@@ -402,9 +400,7 @@ def draw_program(number: int) -> Program:
         tied=tied,
         nested=drawn.random() < 0.3,
         family=family,
-        small={
-            name: size for name, size in SMALL.items() if drawn.random() < 0.3 and not (meet and name == "DIRECT_NUMEL")
-        },
+        small={name: size for name, size in SMALL.items() if drawn.random() < 0.3},
         free=free,
         steps=steps,
         others=tuple(_settings(drawn, world_size, family, single) for _ in range(saves)),

@@ -123,6 +123,8 @@ class Reducer:
                 # A unit used twice in one backward.
                 self.flush()
             input.gradients = its
+            if any(its[index] is None for index in input.claimed):
+                input.leave_claimed()
         for bucket in self.buckets.put(kind_of(members[0].ranks, input), members, nbytes, mode):
             self._issue(bucket)
 
@@ -426,6 +428,11 @@ class ReductionInput:
         copies = copies_into(buffer, gradients, some_in_place=bool(self.claimed))
         self.claimed.clear()
         return copies
+
+    def leave_claimed(self) -> None:
+        """Leave the memory to gradients that autograd still holds: of a use before another one, which it adds up."""
+        self.claimed.clear()
+        self.keep_memory()
 
     def keep_memory(self) -> None:
         """Leave the memory to the reduction that reads it and may not have ended."""
