@@ -115,6 +115,17 @@ def test_a_forward_that_computes_its_own_gradients(make: type[nn.Module], policy
     assert_parity(seeded(make), call, 2, turns=2, settings={"policy": policy, "strategy": strategy})
 
 
+@pytest.mark.parametrize(("make", "policy"), [(OwnAlone, BLOCKS), (Inside, "never")])
+def test_gradients_of_inputs_come_with_those_of_parameters(make: type[nn.Module], policy: Any) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        output = model(x)
+        assert x.grad is not None
+        return [output, x.grad.clone()]
+
+    assert_parity(seeded(make), step, 2, turns=2, settings={"policy": policy})
+
+
 @pytest.mark.parametrize("policy", [units_of(Greedy), "never", "always"], ids=["blocks", "whole", "always"])
 def test_blocks_with_losses_of_their_own(policy: Any) -> None:
     assert_parity(seeded(Layerwise), call, 3, settings={"policy": policy})

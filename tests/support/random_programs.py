@@ -514,7 +514,7 @@ def _step(drawn: random.Random, world_size: int, optimizer: str, free: bool, alo
         gated=tuple(optimizer.startswith("flat") or drawn.random() < 0.5 for _ in range(world_size)),
         apart=apart,
         # A backward inside of a forward is not to reach the model's own inputs.
-        differentiable=turn is not Turn.INSIDE and (reentrant or turn in WITHOUT_REENTRANT or drawn.random() < 0.5),
+        differentiable=reentrant or turn in WITHOUT_REENTRANT or drawn.random() < 0.5,
         clip=drawn.choice((None, None, "polyshard", "torch")),
         set_to_none=drawn.choice((True, True, True, False, None)),
     )

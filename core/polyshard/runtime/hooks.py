@@ -495,6 +495,9 @@ def post_backward(
 ) -> Hook | None:
     """The gradients of the inputs of the first forward on ``forward_record`` are there, and so are all others."""
     root = module_state.root
+    if root.phase is Phase.FORWARD and module_state.entered:
+        # Inside of this forward, and through no output of it: gradients are reduced when the module returns.
+        return None
     if module_state.backward_state is not BackwardState.PRE_BACKWARD:
         module_state.refuse_unseen_backward()
     if root.arrive(forward_record, post_backward_at) or module_state.backward_state is BackwardState.PRE_BACKWARD:
