@@ -247,6 +247,8 @@ class Slow(WrapPolicy):
 
 
 @pytest.mark.slow
+# On a busy machine a rank may come when another one has given up already.
+@pytest.mark.filterwarnings("ignore:Rank . comes to shard its model after others gave up")
 def test_a_rank_that_comes_late_with_an_error_leaves_none_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     given_up = threading.Event()
 
