@@ -27,7 +27,7 @@ from parity import (
     threaded,
     units_of,
 )
-from polyshard.errors import ParameterError
+from polyshard.errors import ParameterChangedError, ParameterError
 from polyshard.interfaces import PluginContext
 from polyshard.planning.device_mesh import mesh_over
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
@@ -204,6 +204,23 @@ def test_packed_parameters_cannot_be_trained_later() -> None:
             model(torch.ones(2, 21))
         model.weight.requires_grad_(False)
         assert torch.equal(model(torch.ones(2, 21)), model(torch.ones(2, 21)))
+
+    on_ranks(3, run)
+
+
+def test_numbers_in_the_place_of_packed_ones_are_refused() -> None:
+    whole = Packed(torch.uint8)
+
+    def run(rank: int, world: ThreadedWorld) -> None:
+        model: Any = sharded_copy(whole, rank, world)
+        before = model(torch.ones(2, 21))
+        words = r"'weight' holds torch\.uint8, and was replaced by a tensor of torch\.float32"
+        with pytest.raises(ParameterChangedError, match=words), polyshard.unsharded(model, writeback=True):
+            model.weight = nn.Parameter(torch.full((16, 21), 0.5))
+        with polyshard.unsharded(model):
+            model.weight = nn.Parameter(torch.full((16, 21), 0.5))
+        assert not model.weight.requires_grad
+        assert torch.equal(model(torch.ones(2, 21)), before)
 
     on_ranks(3, run)
 

@@ -85,6 +85,7 @@ def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> I
                     _write_back_inner(unit)
                 else:
                     write_back(unit, flat)
+        _take_trained(flats)
     finally:
         refusals.close()
         _show_originals(flats)
@@ -279,7 +280,7 @@ def write_back(unit: Unit, whole: torch.Tensor) -> None:
 
     ``whole``: ``[padded_numel]``, in the master's dtype. Tensors that replaced its views are copied into it first.
 
-    Raises ParameterChangedError: a replacement has another shape.
+    Raises ParameterChangedError: a replacement has another shape, or numbers of another kind.
     """
     with torch.no_grad():
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
@@ -300,6 +301,12 @@ def write_back(unit: Unit, whole: torch.Tensor) -> None:
                     f"'{parameter.names[0]}', a {parameter.packed.cls.__name__}, was replaced by a "
                     f"{type(own).__name__} that does not say what its bytes mean (rank {unit.ranks.world.rank}). "
                     "Replace it by a quantized one of the same class, or leave unsharded() with writeback=False."
+                )
+            if _has_gradients(own.dtype) != _has_gradients(view.dtype):
+                raise ParameterChangedError(
+                    f"'{parameter.names[0]}' holds {view.dtype}, and was replaced by a tensor of {own.dtype} (rank "
+                    f"{unit.ranks.world.rank}), whose values it cannot hold. Keep the dtype, or leave unsharded() with "
+                    "writeback=False."
                 )
             if own.data_ptr() != view.data_ptr():
                 view.copy_(own)
@@ -370,6 +377,20 @@ def _show_whole(parameter: ManagedParameter, whole: torch.Tensor) -> None:
         module._parameters[key] = shown
 
 
+def _take_trained(units: Iterable[Unit]) -> None:
+    """Let originals be frozen and trained as modules' whole parameters are: users change it on these."""
+    for unit in units:
+        for parameter in unit.parameters:
+            module, key = parameter.sites[0]
+            shown, original = module._parameters.get(key), parameter.original
+            if shown is not None and parameter.packed is None and _has_gradients(original.dtype):
+                original.requires_grad_(shown.requires_grad)
+
+
+def _has_gradients(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def _show_originals(units: Iterable[Unit]) -> None:
     for unit in units:
         for parameter in unit.parameters:
@@ -380,9 +401,6 @@ def _show_originals(units: Iterable[Unit]) -> None:
             for module, key in parameter.sites:
                 # A removed parameter stays removed: the next forward raises for it.
                 if key in module._parameters:
-                    shown = module._parameters[key]
-                    if shown is not None:
-                        parameter.original.requires_grad_(shown.requires_grad)
                     module._parameters[key] = parameter.original
         unit.originals.expose()
 
