@@ -66,7 +66,7 @@ class FakeCollectives(Collectives):
 
     ``all_gather`` fills every slice, ``reduce_scatter`` and ``all_reduce`` apply the operation to ``world_size`` equal
     contributions, ``broadcast`` leaves the tensor as it is. ``all_to_all`` fills every block with this rank's own;
-    where they differ in size, so that ranks cannot all have sent the same, those of others are zeros. Nothing travels.
+    where their sizes differ, so that ranks cannot all have sent the same, those of others are zeros. Nothing travels.
 
     Args:
         context: its ``process_group``, where that has ``rank()`` and ``size()``, supplies what the options leave out.
@@ -210,8 +210,8 @@ class FakeCollectives(Collectives):
         check_blocks(out, out_splits, input, in_splits, rank, world_size)
         n = in_splits[rank]
         own = input.narrow(0, sum(in_splits[:rank]), n)
-        if all(numel == n for numel in out_splits):
-            out.view(world_size, n).copy_(own.expand(world_size, n))
+        if n and all(numel in (0, n) for numel in out_splits):
+            out.view(-1, n).copy_(own.expand(out.numel() // n, n))
         else:
             out.zero_()
             out.narrow(0, sum(out_splits[:rank]), n).copy_(own)

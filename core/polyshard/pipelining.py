@@ -245,7 +245,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self._policies = []
         for module_state in root.module_states:
             # Torch's stage set these of modules that it knows.
-            module_state.synchronises = module_state.all_reduces = module_state.releases_after_backward = True
+            module_state.synchronises = module_state.all_reduces = True
+            module_state.releases_after_backward = module_state.releases_by_default
 
     def _divide_accumulated(self, divisor: int) -> None:
         new = [parameter.grad for parameter in self._accumulating if parameter.grad is not None]

@@ -41,13 +41,18 @@ def test_defaults_shard_everything_without_extra_units() -> None:
     assert config.timeout_s == 600.0
 
 
-@pytest.mark.parametrize("spelling", ["shard_grad_op", "SHARD_GRAD_OP", Strategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize("spelling", ["shard_grad_op", "SHARD_GRAD_OP", "zero2", Strategy.SHARD_GRAD_OP])
 def test_strategy_reads_as_the_enum(spelling: str | Strategy) -> None:
     assert ShardConfig(strategy=spelling).strategy is Strategy.SHARD_GRAD_OP
 
 
 def test_strategies_that_release_parameters_after_forward() -> None:
-    assert {each.value for each in Strategy if each.reshards_after_forward} == {"full_shard", "hybrid_shard"}
+    assert {each.value for each in Strategy if each.reshards_after_forward} == {
+        "full_shard",
+        "hybrid_shard",
+        "hfsdp",
+        "hpz",
+    }
     assert {each.value for each in Strategy if each.hybrid} == {"hybrid_shard", "hybrid_shard_zero2"}
 
 
@@ -62,7 +67,7 @@ def test_replace_validates_and_normalises_again() -> None:
     changed = dataclasses.replace(config, strategy="hybrid_shard", shard_size=4)
     assert (changed.strategy, changed.precision, changed.shard_size) == (Strategy.HYBRID_SHARD, "bf16", 4)
     assert config.strategy is Strategy.NO_SHARD
-    with pytest.raises(ConfigError, match="shard_size=4 needs a hybrid strategy"):
+    with pytest.raises(ConfigError, match="shard_size=4 needs a strategy with groups"):
         dataclasses.replace(changed, strategy="full_shard")
 
 
@@ -83,7 +88,7 @@ def test_config_cannot_be_changed_in_place_and_survives_pickling() -> None:
         ({"forward_prefetch": -1}, "forward_prefetch must be a number of units, 0 or more, not -1"),
         ({"backward_prefetch": 1.5}, "backward_prefetch must be .* not 1.5"),
         ({"forward_prefetch": True}, "forward_prefetch must be .* not True"),
-        ({"shard_size": 2}, "needs a hybrid strategy .hybrid_shard, hybrid_shard_zero2.*'full_shard'"),
+        ({"shard_size": 2}, "needs a strategy with groups .hybrid_shard, .*, hfsdp, hpz.*'full_shard'"),
         ({"shard_size": 0, "strategy": "hybrid_shard"}, "shard_size must be a number of ranks, 1 or more, not 0"),
         ({"shard_size": 2, "strategy": "hybrid_shard", "mesh": FakeMesh(2)}, "mesh and shard_size both"),
         ({"mesh": FakeMesh(2)}, "'full_shard' needs a mesh of 1 dimension.*has 2"),
@@ -102,7 +107,7 @@ def test_config_cannot_be_changed_in_place_and_survives_pickling() -> None:
             r"shard names 'ddp', which is no dimension of the mesh\. Did you mean 'dp'\? It has: dp, tp",
         ),
         ({"mesh": FakeMesh(2), "shard": "dp"}, "'dp', but those of the mesh have no names.*mesh_dim_names="),
-        ({"shard": "dp", "replicate": "rep"}, "replicate='rep' needs a hybrid strategy .*but strategy is 'full_shard'"),
+        ({"shard": "dp", "replicate": "rep"}, "replicate='rep' needs a strategy with .*but strategy is 'full_shard'"),
         (
             {"shard": ["a", "b"], "strategy": "hybrid_shard"},
             r"only shard=\['a', 'b'\] is given. Name those of replicate",
@@ -118,8 +123,14 @@ def test_config_cannot_be_changed_in_place_and_survives_pickling() -> None:
         ({"reshard_after_forward": 0}, "reshard_after_forward must be .* 1 or more, not 0"),
         (
             {"reshard_after_forward": "auto", "strategy": "shard_grad_op"},
-            r"reshard_after_forward='auto' needs .*\(full_shard, hybrid_shard\), but strategy is 'shard_grad_op'",
+            r"reshard_after_forward='auto' needs .*\(full_shard, .*\), but strategy is 'shard_grad_op'",
         ),
+        ({"reshard_after_forward": True, "strategy": "zero1"}, "does not go with strategy 'zero1'.*Leave it out"),
+        (
+            {"reshard_after_forward": 2, "strategy": "hfsdp"},
+            "=2 does not go with strategy 'hfsdp'.*True, False or auto",
+        ),
+        ({"shard_size": 2, "strategy": "zero1"}, "needs a strategy with groups .*'zero1'"),
         ({"reshard_after_forward": "auto", "strategy": "no_shard"}, "but strategy is 'no_shard'"),
         ({"memory_budget": "1 GiB"}, "memory_budget=1073741824 needs reshard_after_forward='auto', but that is None"),
         ({"memory_budget": 5, "reshard_after_forward": True}, "memory_budget=5 needs .* but that is True"),
@@ -456,7 +467,7 @@ def test_options_are_toml_values_or_plain_text(text: str, value: Any) -> None:
         ({"POLYSHARD_STRATEGY__RANK": "2"}, "POLYSHARD_STRATEGY__RANK sets no option of a plugin"),
         ({"POLYSHARD_POLICY__NAME": "size"}, "POLYSHARD_POLICY__NAME sets no option.*Write POLYSHARD_POLICY for"),
         ({"POLYSHARD_FORWARD_PREFETCH": "many"}, "POLYSHARD_FORWARD_PREFETCH: forward_prefetch must be .*'many'"),
-        ({"POLYSHARD_STRATEGY": "zero3"}, "POLYSHARD_STRATEGY: strategy 'zero3' does not exist"),
+        ({"POLYSHARD_STRATEGY": "zero4"}, "POLYSHARD_STRATEGY: strategy 'zero4' does not exist"),
     ],
 )
 def test_wrong_variables_are_refused_by_name(environ: dict[str, str], words: str) -> None:

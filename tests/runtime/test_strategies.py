@@ -38,8 +38,12 @@ STRATEGIES: list[tuple[dict[str, Any], int]] = [
     *(({"strategy": name}, world) for name in ("full_shard", "shard_grad_op", "no_shard") for world in (2, 3, 4)),
     ({"strategy": "hybrid_shard", "shard_size": 2}, 4),
     ({"strategy": "hybrid_shard_zero2", "shard_size": 2}, 4),
+    ({"strategy": "zero1"}, 3),
+    ({"strategy": "hfsdp", "shard_size": 2}, 4),
+    ({"strategy": "hfsdp", "shard_size": 2}, 6),
+    ({"strategy": "hpz", "shard_size": 2}, 4),
 ]
-ONCE_EACH = STRATEGIES[1:9:3] + STRATEGIES[-2:]
+ONCE_EACH = STRATEGIES[1:9:3] + STRATEGIES[9:]
 
 
 class Slivers(nn.Module):
@@ -211,6 +215,156 @@ def test_no_sync_belongs_to_the_outermost_module() -> None:
         pass
     with pytest.raises(StateError, match=r"no_sync\(\) needs a sharded module"), polyshard.no_sync(nn.Linear(2, 2)):
         pass
+
+
+# Bytes of a step, for each parameter of Ψ: [Table: bytes of a step] in docs/sharding.md. N ranks in H groups of n.
+
+_N, _GROUP, _HOSTS, _MICROBATCHES = 8, 4, 2, 3
+
+
+def _of(ranks: int) -> float:
+    """What a rank sends of a unit in a gather or a reduction among so many."""
+    return (ranks - 1) / ranks
+
+
+#: What a rank sends in parts of Ψ, for each microbatch and for each step, by operation and ranks of the group.
+SENT: dict[str, tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]] = {
+    "no_shard": ({("all_reduce", _N): 2 * _of(_N)}, {}),
+    "zero1": ({("reduce_scatter", _N): _of(_N)}, {("all_gather", _N): _of(_N)}),
+    "zero2": ({("all_gather", _N): _of(_N), ("reduce_scatter", _N): _of(_N)}, {}),
+    "full_shard": ({("all_gather", _N): 2 * _of(_N), ("reduce_scatter", _N): _of(_N)}, {}),
+    "hybrid": (
+        {
+            ("all_gather", _GROUP): 2 * _of(_GROUP),
+            ("reduce_scatter", _GROUP): _of(_GROUP),
+            ("all_reduce", _HOSTS): 2 * _of(_HOSTS) / _GROUP,
+        },
+        {},
+    ),
+    "hpz": (
+        {("all_gather", _N): _of(_N), ("all_gather", _GROUP): _of(_GROUP), ("reduce_scatter", _N): _of(_N)},
+        {},
+    ),
+    "hfsdp": (
+        {
+            ("all_gather", _GROUP): 2 * _of(_GROUP),
+            ("reduce_scatter", _GROUP): _of(_GROUP),
+            ("all_to_all", _N): _of(_HOSTS) / _GROUP,
+        },
+        {("all_to_all", _N): _of(_HOSTS) / _GROUP},
+    ),
+}
+
+
+class Pair(nn.Sequential):
+    """Parameters that 8 ranks divide without padding, in reductions neither."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
+
+
+@pytest.mark.parametrize("strategy", SENT)
+def test_a_step_sends_what_the_table_says(strategy: str) -> None:
+    model = seeded(lambda: nn.Sequential(Pair(), Pair(), Pair()))
+    numel = sum(p.numel() for p in model.parameters())
+    settings: dict[str, Any] = {"shard_size": _GROUP} if strategy in ("hybrid", "hpz", "hfsdp") else {}
+    if strategy in ("full_shard", "hybrid", "hfsdp"):
+        # The last block, too, whose backward follows at once.
+        settings["reshard_after_forward"] = True
+    settings |= {"collectives": fake(0, _N), "policy": units_of(Pair), "batch_nbytes": 0}
+    polyshard.shard(model, polyshard.ShardConfig(strategy=strategy, **settings))
+    optimizer = adam(model)
+    unit = root_of(model).units[0]
+    ranks = unit.ranks
+    groups: Any = {id(each): each for each in (ranks.owner, ranks.gather, ranks.replicate, unit.neighbours) if each}
+
+    def step() -> None:
+        for turn in range(_MICROBATCHES):
+            model(draw(4, 64, turn=turn)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    for group in groups.values():
+        group.calls.clear()
+    step()
+    sent: dict[tuple[str, int], float] = {}
+    for group in groups.values():
+        for call in group.calls:
+            key = call.operation, group.world_size
+            sent[key] = sent.get(key, 0) + call.sent / numel
+    each, once = SENT[strategy]
+    wanted = {key: _MICROBATCHES * each.get(key, 0) + once.get(key, 0) for key in {*each, *once}}
+    assert sent == pytest.approx(wanted)
+
+
+# Parameters that stay from one backward to the next forward.
+
+LASTING: list[tuple[dict[str, Any], int]] = [({"strategy": "zero1"}, 2), ({"strategy": "hfsdp", "shard_size": 2}, 4)]
+
+
+@one_by_one("settings, world_size", LASTING)
+def test_what_a_program_writes_between_backwards_is_seen_by_the_next_forward(
+    settings: dict[str, Any], world_size: int
+) -> None:
+    model = seeded(Net)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(2.0)
+    wanted = [changed(draw(4, 3, turn=1, rank=rank)) for rank in range(world_size)]
+
+    def write(mine: Any, how: str) -> None:
+        with torch.no_grad():
+            if how == "parameters":
+                for parameter in mine.parameters():
+                    parameter.mul_(2.0)
+            elif how == "local":
+                for parameter in mine.parameters():
+                    parameter.to_local().mul_(2.0)
+            elif how == "load":
+                mine.load_state_dict(changed.state_dict())
+            else:
+                with polyshard.unsharded(mine, writeback=True):
+                    for parameter in mine.parameters():
+                        parameter.mul_(2.0)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        found = []
+        for how in ("parameters", "local", "load", "whole"):
+            mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
+            optimizer = torch.optim.SGD(mine.parameters(), lr=0.0)
+            square_step(mine, 0, rank)
+            optimizer.step()
+            square_step(mine, 0, rank)
+            write(mine, how)
+            found.append(mine(draw(4, 3, turn=1, rank=rank)).detach())
+        return found
+
+    for rank, outputs in enumerate(on_ranks(world_size, on_rank)):
+        for output in outputs:
+            torch.testing.assert_close(output, wanted[rank], rtol=1e-12, atol=1e-12)
+
+
+@one_by_one("settings, world_size", LASTING)
+def test_steps_that_are_written_by_hand_reach_the_next_forward(settings: dict[str, Any], world_size: int) -> None:
+    def by_hand(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.data.add_(parameter.grad.data, alpha=-0.1)
+            parameter.grad.data.zero_()
+
+    model = seeded(Net)
+    reference = train_reference(model, square_step, world_size, 3, lambda copy: torch.optim.SGD(copy.parameters(), 0.1))
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
+        for turn in range(3):
+            square_step(mine, turn, rank)
+            by_hand(mine)
+        return {name: full(parameter.detach()) for name, parameter in mine.named_parameters()}
+
+    assert_wholes(on_ranks(world_size, on_rank), reference.parameters)
 
 
 # Norms.

@@ -446,9 +446,11 @@ def _smaller_segments(segment: Segment) -> Iterator[Segment]:
 
 
 def _settings(drawn: random.Random, world_size: int, family: Family, single: bool) -> dict[str, Any]:
-    strategies = ["full_shard", "full_shard", "shard_grad_op", "no_shard"]
+    strategies = ["full_shard", "full_shard", "shard_grad_op", "zero1", "no_shard"]
     if world_size in (2, 4):
         strategies += ["hybrid_shard", "hybrid_shard_zero2"]
+    if world_size == 4:
+        strategies += ["hfsdp", "hfsdp", "hpz"]
     settings: dict[str, Any] = {
         "strategy": drawn.choice(strategies),
         "front": drawn.choice(("shard", "shard", "composed", "drop-in")),
@@ -466,7 +468,7 @@ def _settings(drawn: random.Random, world_size: int, family: Family, single: boo
         # FSDP2 takes no scalars.
         settings["front"] = "composed"
     if settings["reshard_after_forward"] == "auto":
-        releases = settings["front"] != "drop-in" and settings["strategy"] in ("full_shard", "hybrid_shard")
+        releases = settings["front"] != "drop-in" and settings["strategy"] in ("full_shard", "hybrid_shard", "hfsdp")
         settings |= {"memory_budget": "1 GiB"} if releases else {"reshard_after_forward": None}
     if settings["front"] == "drop-in":
         settings["offload"] = drawn.choice(("none", "none", "cpu"))
@@ -474,6 +476,10 @@ def _settings(drawn: random.Random, world_size: int, family: Family, single: boo
     del settings["together"]
     if settings["strategy"].startswith("hybrid"):
         settings["shard_size"] = drawn.choice((1, 2) if world_size == 2 else (2, 4))
+    elif settings["strategy"] in ("hfsdp", "hpz"):
+        settings["shard_size"] = 2
+    if settings["strategy"] in ("zero1", "hpz"):
+        settings["reshard_after_forward"] = None
     if settings["reshard_after_forward"] is True and settings.get("shard_size", world_size) == 4:
         settings["reshard_after_forward"] = 2
     return settings

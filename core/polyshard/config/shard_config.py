@@ -33,18 +33,30 @@ if TYPE_CHECKING:
 
 
 class Strategy(enum.Enum):
-    """What each rank keeps of parameters (P), gradients (G) and optimizer state (O)."""
+    """Which ranks keep parts of what computes (P), of gradients (G), and of what an optimizer steps with its state (O).
+
+    An optimizer has shards with every strategy but ``NO_SHARD``. P are the engine's copies for modules.
+    """
 
     FULL_SHARD = "full_shard"
     """P, G and O are sharded over all ranks; parameters are released after forward and after backward (ZeRO-3)."""
     SHARD_GRAD_OP = "shard_grad_op"
-    """G and O are sharded over all ranks; parameters stay gathered from forward until the end of backward (ZeRO-2)."""
+    """G and O are sharded over all ranks; parameters stay gathered from forward until the end of backward. Also
+    ``"zero2"``."""
+    ZERO1 = "zero1"
+    """O is sharded over all ranks; P stay whole until an optimizer steps, whatever the number of backwards before."""
     NO_SHARD = "no_shard"
     """Every rank keeps P, G and O whole; gradients are all-reduced."""
     HYBRID_SHARD = "hybrid_shard"
-    """``FULL_SHARD`` inside groups of ``shard_size`` ranks, replicated between the groups (HSDP)."""
+    """``FULL_SHARD`` inside groups of ``shard_size`` ranks, replicated between the groups (HSDP). Also ``"hybrid"``."""
     HYBRID_SHARD_ZERO2 = "hybrid_shard_zero2"
     """``SHARD_GRAD_OP`` inside groups of ``shard_size`` ranks, replicated between the groups."""
+    HFSDP = "hfsdp"
+    """P are sharded inside groups of ``shard_size`` ranks, G and O over all ranks: groups exchange parameters once a
+    step, and forwards and backwards gather inside of a group alone."""
+    HPZ = "hpz"
+    """``FULL_SHARD``, but what a forward gathered is kept by groups of ``shard_size`` ranks, which gather it for
+    backward among themselves (the secondary shards of ZeRO++)."""
 
     @property
     def hybrid(self) -> bool:
@@ -52,9 +64,23 @@ class Strategy(enum.Enum):
         return self in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2)
 
     @property
+    def grouped(self) -> bool:
+        """Whether it knows groups of ranks inside the whole, such as those of a host."""
+        return self.hybrid or self in (Strategy.HFSDP, Strategy.HPZ)
+
+    @property
     def reshards_after_forward(self) -> bool:
         """Whether parameters are released after forward where ``ShardConfig.reshard_after_forward`` is None."""
-        return self in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
+        return self in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD, Strategy.HFSDP, Strategy.HPZ)
+
+    @property
+    def reshards_after_backward(self) -> bool:
+        """Whether parameters are released after backward."""
+        return self is not Strategy.ZERO1
+
+
+#: Other names of strategies.
+_ALIASES = {"zero2": Strategy.SHARD_GRAD_OP, "zero3": Strategy.FULL_SHARD, "hybrid": Strategy.HYBRID_SHARD}
 
 
 # What a setting is given, as it reads; each raises ConfigError for what the setting cannot take.
@@ -66,6 +92,8 @@ def _strategy_of(value: Strategy | str) -> Strategy:
     names = [strategy.value for strategy in Strategy]
     if isinstance(value, str) and value.casefold() in names:
         return Strategy(value.casefold())
+    if isinstance(value, str) and value.casefold() in _ALIASES:
+        return _ALIASES[value.casefold()]
     # torch's own have the names of ours.
     suggestion = did_you_mean(str(getattr(value, "name", value)), names)
     raise ConfigError(f"strategy {value!r} does not exist.{suggestion} There are: {', '.join(names)}.")
@@ -186,20 +214,22 @@ class ShardConfig:
     strategy: _Normalised[Strategy, str] = _Normalised(_strategy_of, Strategy.FULL_SHARD)
     """What each rank keeps: a ``Strategy`` or its string. Read as a ``Strategy``."""
     mesh: DeviceMesh | None = None
-    """All ranks of the model. Where ``shard`` names none, its dimensions are (replicate, shard) with a hybrid strategy,
-    otherwise the one to shard over."""
+    """All ranks of the model. Where ``shard`` names none, its dimensions are (replicate, shard) with a strategy that
+    has groups (the hybrid ones, ``hfsdp``, ``hpz``), otherwise the one to shard over."""
     shard: _Normalised[tuple[str, ...] | None, str | Sequence[str]] = _Normalised(_dimensions_of, None)
     """The dimensions of ``mesh`` to shard over: a name, or several, whose ranks then share shards as if they were one.
     In those that are neither these nor in ``replicate``, ranks hold other parts of the model (tensor parallelism,
     experts), or copies. Read as a tuple or None."""
     replicate: _Normalised[tuple[str, ...] | None, str | Sequence[str]] = _Normalised(_dimensions_of, None)
-    """The dimensions of ``mesh`` over which a hybrid strategy replicates shards. Read as a tuple or None."""
+    """The dimensions of ``mesh`` over which a hybrid strategy replicates shards. With ``hfsdp`` and ``hpz`` those that
+    ``shard`` is the inside of: masters are sharded over both. Read as a tuple or None."""
     shard_size: int | None = None
-    """Ranks in each group of a hybrid strategy; None for the ranks of one host. Not together with ``mesh``."""
+    """Ranks in each group of a strategy that has groups; None for the ranks of one host. Not together with ``mesh``."""
     reshard_after_forward: bool | int | Literal["auto"] | None = None
     """Whether units release their parameters after forward. None: as ``strategy`` says. A number ``n`` that divides the
     number of shards: each rank keeps ``1/n``, which ``n`` neighbours gather for backward; 1 is False. ``"auto"``: as
     many units are kept as fit ``memory_budget``, decided after the first optimizer step. No effect on ``NO_SHARD``.
+    ``zero1`` and ``hpz`` say that themselves, and ``hfsdp`` takes no number.
     """
     memory_budget: _Normalised[int | None, str] = _Normalised(_memory_budget_of, None)
     """Bytes of device memory that tensors of this process may take at once, for ``reshard_after_forward="auto"``: a
@@ -266,6 +296,12 @@ class ShardConfig:
                 f"reshard_after_forward='auto' needs a strategy that releases parameters after forward ({able}), but "
                 f"strategy is {self.strategy.value!r}. Leave reshard_after_forward out or change the strategy."
             )
+        alone = self.strategy in (Strategy.ZERO1, Strategy.HPZ)
+        if (alone and releases is not None) or (self.strategy is Strategy.HFSDP and _is_int(releases)):
+            raise ConfigError(
+                f"reshard_after_forward={releases!r} does not go with strategy {self.strategy.value!r}, which says "
+                f"itself what stays behind a forward. Leave it out{'' if alone else ', or give True, False or auto'}."
+            )
         if self.memory_budget is not None and releases != "auto":
             raise ConfigError(
                 f"memory_budget={self.memory_budget} needs reshard_after_forward='auto', but that is {releases!r}. "
@@ -273,22 +309,22 @@ class ShardConfig:
             )
 
     def _check_ranks_layout(self) -> None:
-        hybrids = ", ".join(strategy.value for strategy in Strategy if strategy.hybrid)
+        grouped = ", ".join(strategy.value for strategy in Strategy if strategy.grouped)
         if self.shard_size is not None:
             if not _is_int(self.shard_size) or self.shard_size < 1:
                 raise ConfigError(f"shard_size must be a number of ranks, 1 or more, not {self.shard_size!r}.")
             if self.mesh is not None:
                 raise ConfigError("mesh and shard_size both say which ranks share a shard. Give one of them.")
-            if not self.strategy.hybrid:
+            if not self.strategy.grouped:
                 raise ConfigError(
-                    f"shard_size={self.shard_size} needs a hybrid strategy ({hybrids}), but strategy is "
+                    f"shard_size={self.shard_size} needs a strategy with groups ({grouped}), but strategy is "
                     f"{self.strategy.value!r}. Leave shard_size out or change the strategy."
                 )
-        self._check_dimensions(hybrids)
+        self._check_dimensions(grouped)
         if self.mesh is not None:
-            self._check_mesh(self.mesh, hybrids)
+            self._check_mesh(self.mesh, grouped)
 
-    def _check_dimensions(self, hybrids: str) -> None:
+    def _check_dimensions(self, grouped: str) -> None:
         """Of ``shard`` and ``replicate``: what can be told without the mesh, which may come later."""
         if self.shard is None and self.replicate is None:
             return
@@ -296,12 +332,12 @@ class ShardConfig:
             raise ConfigError(
                 "shard_size and names of dimensions both say which ranks share a shard. Give one of them."
             )
-        if self.replicate is not None and not self.strategy.hybrid:
+        if self.replicate is not None and not self.strategy.grouped:
             raise ConfigError(
-                f"replicate={_quoted(self.replicate)} needs a hybrid strategy ({hybrids}), but strategy is "
+                f"replicate={_quoted(self.replicate)} needs a strategy with groups ({grouped}), but strategy is "
                 f"{self.strategy.value!r}. Leave replicate out or change the strategy."
             )
-        if self.strategy.hybrid and (self.shard is None or self.replicate is None):
+        if self.strategy.grouped and (self.shard is None or self.replicate is None):
             there, lacks = ("replicate", "shard") if self.shard is None else ("shard", "replicate")
             raise ConfigError(
                 f"strategy {self.strategy.value!r} needs dimensions to shard over and to replicate over, but only "
@@ -311,7 +347,7 @@ class ShardConfig:
             if name in (self.shard or ()):
                 raise ConfigError(f"dimension {name!r} is in both shard and replicate. Name it in one of them.")
 
-    def _check_mesh(self, mesh: DeviceMesh, hybrids: str) -> None:
+    def _check_mesh(self, mesh: DeviceMesh, grouped: str) -> None:
         dimensions = getattr(mesh, "ndim", None)
         if not isinstance(dimensions, int):
             raise ConfigError(f"mesh must be a torch.distributed DeviceMesh, not {type(mesh).__name__}.")
@@ -328,9 +364,9 @@ class ShardConfig:
                         f"{setting} names {name!r}, which is no dimension of the mesh.{did_you_mean(name, known)} It "
                         f"has: {', '.join(known)}. One that was made of others is given as these."
                     )
-        wanted = 2 if self.strategy.hybrid else 1
+        wanted = 2 if self.strategy.grouped else 1
         if self.shard is None and dimensions != wanted:
-            instead = f"choose {f'one of {hybrids}' if wanted == 1 else 'a strategy that is not hybrid'}."
+            instead = f"choose {f'one of {grouped}' if wanted == 1 else 'a strategy without groups'}."
             if dimensions > wanted:
                 names = "shard=" if wanted == 1 else "shard= and replicate="
                 instead = f"name those to use in {names}, or " + (

@@ -30,8 +30,8 @@ class MemoryReport:
     gradient_nbytes: int
     """Gradient shards, from a backward to the next ``zero_grad``."""
     gathered_nbytes: int
-    """Gather buffers alive at once at most: units that are kept, the one that computes, and prefetched batches. Under
-    ``reshard_after_forward=n`` also the parts that are kept of the others."""
+    """Gather buffers alive at once at most: units that are kept, the one that computes, and prefetched batches. Also
+    secondary shards, under ``reshard_after_forward=n``, ``hpz`` and ``hfsdp``."""
     reduction_nbytes: int
     """Inputs of the reductions in flight. Of small units that travel together their gradients instead, which are held
     until then, and one bucket's inputs twice: as the units lay them out, and as they travel."""
@@ -92,7 +92,7 @@ def memory_report(root: Root) -> MemoryReport:
         trained_nbytes=sum(u.own_nbytes for u in units if u.trainable),
         gradient_nbytes=sum(u.layout.shard_numel * u.dtypes.grad.itemsize for u in units if u.trainable),
         gathered_nbytes=sum(u.gathered_nbytes for u in kept)
-        + sum(u.post_forward_nbytes for u in units)
+        + sum(u.secondary_nbytes for u in units)
         + _prefetched_nbytes(released, root),
         reduction_nbytes=_reduced_nbytes(root),
         kept=tuple(u.name for u in kept),

@@ -54,6 +54,7 @@ class OptimizerCheck:
         # Of its own models alone: ranks may be threads, and each is to be told.
         for each in {unit.root for unit in units}:
             each.refuse_unseen_gradients()
+            each.stepped = True
         for reference in self._live.references:
             root = reference()
             if root is not None and root.unfilled:

@@ -205,11 +205,12 @@ class ShardedModel:
         inner = unit._unit
         if unit.shard is None or inner.permanent:
             return ()
+        gather = inner.ranks.gather or unit.shard
         # The backward of the outermost module follows its forward at once.
         if not inner.releases(inner in self._root.module_states[0].units):
-            return (unit.shard,)
+            return (gather,)
         among = inner.neighbours if inner.reshard_policy is Reshard.PARTLY else None
-        return unit.shard, among or unit.shard
+        return gather, among or gather
 
     def pretend_streams(self, cuda: object) -> None:
         """Order communication from now on as on CUDA. ``cuda`` stands for ``torch.cuda``, its streams for CUDA's."""

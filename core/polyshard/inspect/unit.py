@@ -192,6 +192,17 @@ class ShardedUnit:
         return self._unit.ranks.owner
 
     @property
+    def reduction(self) -> Collectives | None:
+        """The ranks among which gradients are scattered: those of ``shard``, or with ``hfsdp`` those of a group."""
+        return self._unit.ranks.reduction
+
+    @property
+    def rows(self) -> int:
+        """How many shards this rank has of the parameters that are gathered: 1, but for ``hfsdp``."""
+        route = self._unit.ranks.route
+        return 1 if route is None else route.rows
+
+    @property
     def replicate(self) -> Collectives | None:
         """The ranks that hold the same shard; None where there is no other."""
         return self._unit.ranks.replicate
@@ -301,7 +312,7 @@ class ShardedUnit:
         if self._unit.permanent:
             return ()
         buffer = self._unit.buffer
-        return (buffer.flat,) if buffer.post_forward is None else (buffer.flat, buffer.post_forward.memory)
+        return (buffer.flat,) if buffer.secondary is None else (buffer.flat, buffer.secondary.memory)
 
     @property
     def reduction_buffers(self) -> tuple[torch.Tensor, ...]:

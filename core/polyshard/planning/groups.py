@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
+from .. import _torch_private
 from ..config import PluginChoice, ShardConfig, Strategy
 from ..errors import ConfigError, WorldSizeError
 from ..interfaces import COMPLETED, BufferRole, Collectives, RankAndSize, ReduceOp, Work
@@ -28,15 +29,16 @@ class UnitRanks:
     ==========================  =====================  ==================================
     unit                        owner                  replicate
     ==========================  =====================  ==================================
-    FULL_SHARD, SHARD_GRAD_OP   all data ranks         none
+    FULL_SHARD, ZeRO, HPZ       all data ranks         none
+    HFSDP                       all data ranks         none
     HYBRID_SHARD (and ZeRO-2)   ``shard_size`` ranks   the other data ranks
     NO_SHARD                    none                   all data ranks
     beside tensor parallelism   as above, of those with this rank's part of the parameters
     experts, ``mesh=`` of own   the ranks with these experts, along that mesh
     ==========================  =====================  ==================================
 
-    Gathers and reductions reach the owners in all of these. They are fields of their own, since a unit may compute with
-    another copy than its master.
+    Gathers and reductions reach the owners in all of these but HFSDP: there both are among ``shard_size`` ranks, and
+    what lies between them and the masters goes along ``route``.
     """
 
     world: Collectives
@@ -62,11 +64,20 @@ class UnitRanks:
     """All ranks of ``world``, as they were planned; None where they were not."""
     packs: bool = False
     """Whether ``reduction`` brings several inputs together itself, for one communication of no more elements."""
+    route: Route | None = None
+    """Between masters and the fewer ranks that ``gather`` and ``reduction`` reach; None where these are the owners."""
 
     @classmethod
     def over(cls, world: Collectives, owner: Collectives | None, replicate: Collectives | None, **more: Any) -> Self:
         """The ranks of a unit that is gathered from its masters, and reduced to them."""
         return cls(world, owner, owner, owner, replicate, **more)
+
+    @classmethod
+    def routed(
+        cls, world: Collectives, near: Collectives, route: Route, replicate: Collectives | None, **more: Any
+    ) -> Self:
+        """The ranks of a unit that is gathered and reduced among ``near``: each has the shards of several owners."""
+        return cls(world, route.owner, near, near, replicate, route=route, **more)
 
     @property
     def shard_size(self) -> int:
@@ -80,7 +91,7 @@ class UnitRanks:
     @property
     def number(self) -> int:
         """Ranks whose gradients are added up."""
-        reduced = self.reduction.world_size if self.reduction else 1
+        reduced = self.reduction.world_size * (self.route.rows if self.route else 1) if self.reduction else 1
         return reduced * (self.replicate.world_size if self.replicate else 1)
 
     @property
@@ -128,9 +139,12 @@ class UnitRanks:
             if self.replicate is None:
                 return COMPLETED
             return issued(self.replicate.all_reduce(wire, op=ReduceOp.MEAN), "all_reduce", self.replicate)
-        scratch = self._scratch(self.reduction, result, wire)
-        work = self.reduction.reduce_scatter(result, wire, op=ReduceOp.MEAN, scratch=scratch)
+        into = result if self.route is None else result.new_empty(self.route.rows * result.numel())
+        scratch = self._scratch(self.reduction, into, wire)
+        work = self.reduction.reduce_scatter(into, wire, op=ReduceOp.MEAN, scratch=scratch)
         work = issued(work, "reduce_scatter", self.reduction)
+        if self.route is not None:
+            work = ThenToOwners(work, self.route, [(result, into)])
         return work if self.replicate is None else ThenAllReduce(work, self.replicate, result)
 
     def reduce_many(
@@ -140,12 +154,15 @@ class UnitRanks:
 
         ``results``: the memory of which each ``result`` is a range; needed for replicas, which reduce it as a whole.
         """
-        among = self.reduction
+        among, rows = self.reduction, 1 if self.route is None else self.route.rows
         assert among is not None
-        work = among.reduce_scatter_many(
-            [(result, wire, self._scratch(among, result, wire)) for result, wire in pairs], op=ReduceOp.MEAN
-        )
-        work = issued(work, "reduce_scatter_many", among)
+        intos = [result if rows == 1 else result.new_empty(rows * result.numel()) for result, _ in pairs]
+        triples = [(into, wire, self._scratch(among, into, wire)) for into, (_, wire) in zip(intos, pairs, strict=True)]
+        work = issued(among.reduce_scatter_many(triples, op=ReduceOp.MEAN), "reduce_scatter_many", among)
+        if self.route is not None:
+            work = ThenToOwners(
+                work, self.route, [(result, into) for (result, _), into in zip(pairs, intos, strict=True)]
+            )
         if self.replicate is None:
             return work
         assert results is not None
@@ -159,6 +176,84 @@ class UnitRanks:
     def _scratch(among: Collectives, result: torch.Tensor, wire: torch.Tensor) -> torch.Tensor | None:
         nbytes = among.scratch_nbytes(BufferRole.REDUCE, wire.numel(), wire.dtype, result.dtype)
         return torch.empty(nbytes, dtype=torch.uint8, device=wire.device) if nbytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Who sends what between the shards of masters and those of parameters, where fewer ranks share the latter.
+
+    The ``k``-th of ``n`` near ranks has the ``k``-th of ``n`` equal parts of a unit: the shards of ``rows`` owners, one
+    behind the other. So it receives theirs, and sends its own to one rank of each group, which has that part.
+    """
+
+    owner: Collectives
+    """All ranks with a shard of the master."""
+    rows: int
+    """How many of these shards one rank has."""
+    to: tuple[bool, ...]
+    """Of each owner, whether this rank's shard goes there."""
+    come: tuple[bool, ...]
+    """Of each owner, whether its shard comes here."""
+    _splits: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def over(cls, owner: Collectives, owners: Sequence[int], near: Groups) -> Self:
+        """``owners``: their ranks in the world; ``near``: the groups that divide them."""
+        among = set(owners)
+        groups = [each for each in near if each[0] in among]
+        rows, mine = len(groups), owners[owner.rank]
+        first = next(each for each in groups if mine in each).index(mine) * rows
+        receivers = {each[owner.rank // rows] for each in groups}
+        come = (first <= place < first + rows for place in range(len(owners)))
+        return cls(owner, rows, tuple(each in receivers for each in owners), tuple(come))
+
+    def distribute(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
+        """Start filling ``out`` (``[rows * n]``) with the shards (``[n]``, same dtype) of the owners that come here."""
+        to, come = self._splits_of(shard.numel())
+        # A block for each rank that this shard goes to: the contract has no way to send one twice.
+        return issued(self.owner.all_to_all(out, come, shard.repeat(self.rows), to), "all_to_all", self.owner)
+
+    def collect(self, out: torch.Tensor, rows: torch.Tensor) -> Work:
+        """Start the way back of ``rows`` (``[rows * n]``), one for each owner; ``out``: as many, for this shard."""
+        to, come = self._splits_of(rows.numel() // self.rows)
+        return issued(self.owner.all_to_all(out, to, rows, come), "all_to_all", self.owner)
+
+    def _splits_of(self, numel: int) -> tuple[list[int], list[int]]:
+        found = self._splits.get(numel)
+        if found is None:
+            found = self._splits[numel] = [numel * each for each in self.to], [numel * each for each in self.come]
+        return found
+
+
+@dataclass(slots=True)
+class ThenToOwners:
+    """Reductions among near ranks, then each part's on the way to its owner, who takes the mean over all groups."""
+
+    first: Work
+    route: Route
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    """Results (``[n]``), and what the first reduction fills for each (``[rows * n]``)."""
+    second: Work | None = None
+    """To the owners; None before it was issued."""
+    _arriving: torch.Tensor | None = None
+
+    def proceed(self) -> Work:
+        """Issue the second, behind the first."""
+        if self.second is None:
+            self.first.wait()
+            parts = [part.view(self.route.rows, -1) for _, part in self.pairs]
+            rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            self._arriving = torch.empty_like(rows)
+            self.second = self.route.collect(self._arriving.view(-1), rows.view(-1))
+        return self.second
+
+    def wait(self) -> None:
+        self.proceed().wait()
+        arrived, self._arriving = self._arriving, None
+        if arrived is not None:
+            results = [result for result, _ in self.pairs]
+            means = torch.split(arrived.mean(0), [result.numel() for result in results])
+            _torch_private.foreach_copy_(results, list(means))
 
 
 @dataclass(slots=True)
@@ -242,14 +337,18 @@ class ModelRanks:
         """The ranks that ``config`` shards over, of ``world_size``.
 
         Raises:
-            ConfigError: a hybrid strategy does not say how many ranks share a shard, or the mesh does not fit it.
+            ConfigError: a strategy with groups does not say how many ranks share a shard, or the mesh does not fit it.
             WorldSizeError: that many do not divide the world.
         """
         if mesh is None:
             strategy = Strategy.NO_SHARD if world_size == 1 else config.strategy
             lists = UnitLists(*_rank_lists(config, strategy, world_size), [list(range(world_size))])
+            if strategy.grouped and not strategy.hybrid:
+                lists = lists.joined
+                _refuse_single(lists, config)
             return cls(strategy, lists, lists, config, None)
         cut = lists_of(config, config.strategy, mesh)
+        _refuse_single(cut, config)
         strategy = Strategy.NO_SHARD if cut.data_ranks == 1 else config.strategy
         return cls(strategy, lists_of(config, strategy, mesh), cut, config, mesh)
 
@@ -277,10 +376,14 @@ class ModelRanks:
             scope = lists.of(rank)
         if mesh is None and (choice is not None or value is not None):
             divisor = divisor_of("data" if choice is None else choice, lists, self.cut)
+        if value is not None and self.cut.near is not None:
+            lists = lists.joined
         if mesh is None and value is not None and self.strategy is Strategy.NO_SHARD:
             lists = lists.whole
         releases = overrides.get("reshard_after_forward", self.config.reshard_after_forward)
         size, shards = None, len(lists.shard[0])
+        if self.strategy is Strategy.HPZ and lists.near is not None and releases is None:
+            size = len(lists.near[0]) if reads else None
         if isinstance(releases, int) and not isinstance(releases, bool) and shards > 1:
             if shards % releases:
                 raise ConfigError(
@@ -304,12 +407,22 @@ class ModelRanks:
         return list(found.values())
 
 
+def _refuse_single(lists: UnitLists, config: ShardConfig) -> None:
+    """Raise ConfigError where groups of a strategy that is about what they have in common are single ranks."""
+    if lists.near is not None and len(lists.near[0]) == 1:
+        instead = {Strategy.HFSDP: Strategy.ZERO1, Strategy.HPZ: Strategy.SHARD_GRAD_OP}[config.strategy]
+        raise ConfigError(
+            f"The groups of strategy {config.strategy.value!r} are of one rank each. Give larger ones by shard_size= "
+            f"or mesh=, or write {instead.value!r}, which is what that comes to."
+        )
+
+
 def _rank_lists(config: ShardConfig, strategy: Strategy, world_size: int) -> tuple[Groups, Groups]:
     """The ranks of each shard group, and those of each replicate group, where no dimensions are named."""
     everyone = list(range(world_size))
     if strategy is Strategy.NO_SHARD:
         return [[rank] for rank in everyone], [everyone]
-    if not strategy.hybrid:
+    if not strategy.grouped:
         return [everyone], [[rank] for rank in everyone]
     if config.mesh is not None:
         rows = config.mesh.mesh.tolist()
@@ -340,6 +453,7 @@ class FormedGroups:
     def __init__(self, ranks: ModelRanks, units: Iterable[PlannedRanks], world: Collectives) -> None:
         self.world = world
         self._lists = ranks.lists
+        self._routes = ranks.strategy is Strategy.HFSDP
         #: Those that were made here, in order; not ``world``.
         self.made: list[Collectives] = []
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives | None] = {}
@@ -357,13 +471,19 @@ class FormedGroups:
         found = self._ranks.get((id(lists), divisor))
         if found is None:
             owner, replicate = self._group(lists.shard), self._group(lists.replicate)
+            near = self._group(lists.near) if self._routes and lists.near is not None else None
             # Groups along a mesh of their own have other parameters each.
             own = lists is not self._lists and lists is not self._lists.whole
             spread = self.world.world_size // lists.data_ranks if own else 1
             joined = lists.data if lists.data_ranks < self.world.world_size else []
             place = next((index for index, each in enumerate(joined) if self.world.rank in each), 0)
             more = {"divisor": divisor, "label": lists.label, "spread": spread, "place": place, "lists": lists}
-            found = UnitRanks.over(self.world, owner, replicate, **more)
+            if near is None or owner is None:
+                found = UnitRanks.over(self.world, owner, replicate, **more)
+            else:
+                owners = next(each for each in lists.shard if self.world.rank in each)
+                route = Route.over(owner, owners, lists.near or [])
+                found = UnitRanks.routed(self.world, near, route, replicate, **more)
             # Units with equal ranks have one record, by which their launches are brought together.
             found = next((each for each in self._ranks.values() if each == found), found)
             self._ranks[id(lists), divisor] = found
@@ -374,7 +494,7 @@ class FormedGroups:
         assert ranks.lists is not None
         lists, divisor = ranks.lists, ranks.divisor
         for each in self._ranks.values():
-            same = each.lists is not None and (each.lists.shard, each.lists.replicate) == (lists.shard, lists.replicate)
+            same = each.lists is not None and each.lists.alike(lists)
             if same and each.divisor == divisor:
                 return each
         found = self._ranks[id(lists), divisor] = replace(ranks, world=self.world)

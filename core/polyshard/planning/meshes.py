@@ -89,10 +89,16 @@ class UnitLists:
     """Ranks whose gradients are added up: each computes with other samples. Groups of the other kinds lie in these."""
     label: str = ""
     """The dimensions: ``"dp"``, ``"edp and dp_replicate"``; empty where they have no names."""
+    near: Groups | None = None
+    """Groups that divide those of ``shard``, such as the ranks of a host; None where the strategy knows none."""
 
     @property
     def data_ranks(self) -> int:
         return len(self.data[0])
+
+    def alike(self, other: UnitLists) -> bool:
+        """Whether units over both communicate among the same ranks."""
+        return (self.shard, self.replicate, self.near) == (other.shard, other.replicate, other.near)
 
     @cached_property
     def _homes(self) -> dict[int, tuple[int, ...]]:
@@ -103,8 +109,19 @@ class UnitLists:
         return self._homes[rank]
 
     def neighbours(self, size: int) -> Groups:
-        """The ranks of ``shard`` in groups of ``size``, one behind the other."""
+        """The ranks of ``shard`` in groups of ``size``: ``near`` ones, or one behind the other."""
+        if self.near is not None and len(self.near[0]) == size:
+            return self.near
         return [each[start : start + size] for each in self.shard for start in range(0, len(each), size)]
+
+    @cached_property
+    def joined(self) -> UnitLists:
+        """The same ranks, where replicas share shards as well, and those that shared them before are ``near``."""
+        if len(self.replicate[0]) == 1:
+            return self
+        alone = [[rank] for rank in sorted(itertools.chain(*self.data))]
+        label = ", ".join(reversed([each for each in self.label.split(" and ") if each]))
+        return UnitLists(self.data, alone, self.data, label, self.shard)
 
     @cached_property
     def whole(self) -> UnitLists:
@@ -149,11 +166,13 @@ def lists_of(config: ShardConfig, strategy: Strategy, world: WorldMesh) -> UnitL
     assert mesh is not None
     if config.shard is not None:
         lists = unit_lists(world, config.shard, config.replicate or ())
-    elif config.strategy.hybrid:
+    elif config.strategy.grouped:
         lists = _lists(world, (1,), (0,))
     else:
         lists = _lists(world, tuple(range(mesh.ndim)), ())
-    return lists.whole if strategy is Strategy.NO_SHARD else lists
+    if strategy is Strategy.NO_SHARD:
+        return lists.whole
+    return lists.joined if strategy.grouped and not strategy.hybrid else lists
 
 
 def unit_lists(mesh: DeviceMesh | WorldMesh, shard: Sequence[str], replicate: Sequence[str] = ()) -> UnitLists:

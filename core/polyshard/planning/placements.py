@@ -97,7 +97,7 @@ class Placings:
         them cuts. None where they are none, or several that count as one."""
         config, mesh = self._ranks.config, self._ranks.config.mesh
         of_model = any(ranks.lists is each for each in (self._ranks.lists, self._ranks.lists.whole))
-        if mesh is None or isinstance(mesh, WorldMesh) or not of_model:
+        if mesh is None or isinstance(mesh, WorldMesh) or not of_model or (ranks.lists and ranks.lists.near):
             return None
         cuts = ranks.owner is not None
         if config.shard is None:

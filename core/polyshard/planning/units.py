@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import registry
-from ..config import PluginChoice
+from ..config import PluginChoice, Strategy
 from ..errors import ConfigError, UnsupportedError
 from ..events import Events
 from ..interfaces import (
@@ -173,6 +173,8 @@ def plan_units(
             unit.parked = unit.spec in parked
     for each in planned:
         _refuse_beside_buffers(each, plugins.collectives)
+        if ranks.strategy is Strategy.HFSDP:
+            _refuse_unrouted(each, plugins.collectives)
     return tuple(planned)
 
 
@@ -411,6 +413,28 @@ def _refuse_beside_buffers(module: PlannedModule, collectives: Collectives) -> N
                 f"{type(collectives).__name__} gathers into memory of its own, and {where} has memory of its own, too. "
                 f"Take other collectives, or {instead}."
             )
+
+
+def _refuse_unrouted(module: PlannedModule, collectives: Collectives) -> None:
+    """Raise UnsupportedError where shards of parameters cannot be made from those of several masters."""
+    for unit in module.units:
+        if unit.ranks.lists.near is None:
+            continue
+        parameter, caster = unit.parameters[0], type(module.caster).__name__
+        if parameter.extended:
+            fault = f"'{parameter.names[0]}' gathers itself. Pass it in ignored_parameters"
+        elif unit.forms or unit.wire is not None:
+            fault = f"{caster} encodes what '{module.name or '(root)'}' gathers. Choose a precision that casts"
+        elif not collectives.capabilities.exchanges:
+            fault = f"{type(collectives).__name__} has no all_to_all. Choose collectives that have"
+        elif collectives.capabilities.fixed_addresses:
+            fault = f"{type(collectives).__name__} gathers into memory of its own. Choose other collectives"
+        else:
+            continue
+        raise UnsupportedError(
+            f"Strategy 'hfsdp' copies masters to the ranks of a group, and {fault}, or another strategy (rank "
+            f"{collectives.rank})."
+        )
 
 
 def reads_in_backward(module: nn.Module) -> bool:

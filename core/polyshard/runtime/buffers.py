@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -67,8 +66,8 @@ class FlatBuffer:
         self.owns = [out.narrow(0, rank * size, size) for out, size in zip(outs, sizes, strict=True)]
         #: What gathers fill, one a segment, and this rank's slice of it.
         self.pairs = list(zip(outs, self.owns, strict=True))
-        #: What this rank keeps of it for a gather among ``neighbours``; None where that is nothing.
-        self.post_forward = None if neighbours is None else PostForwardShard(flat, layout, outs, neighbours)
+        #: What this rank has of it for gathers among ``neighbours``; None where that is nothing.
+        self.secondary = None if neighbours is None else SecondaryShard(flat, layout, outs, neighbours)
         #: What is done behind a gather, where compute waits for it.
         self.behind: list[Callable[[], None]] = [stage.empty for stage in self.stages]
         # Memory without bytes has no slices.
@@ -104,7 +103,7 @@ class FlatBuffer:
     ) -> FlatBuffer:
         """A buffer that starts released. ``gathers``: gathers fill it, and not reductions.
 
-        ``neighbours``: ranks among which a part of it, kept behind a forward, is gathered for backward.
+        ``neighbours``: ranks among which it is gathered from secondary shards.
         """
         # Built inside an inference pass, views would refuse autograd for the rest of their life.
         with torch.inference_mode(False):
@@ -217,11 +216,12 @@ class Stage:
         self._storage.resize_(0)
 
 
-class PostForwardShard:
-    """The part of a gather buffer that this rank keeps between forward and backward, in memory of its own.
+class SecondaryShard:
+    """The part of a gather buffer from which neighbours gather it, in memory of its own.
 
-    Of each segment, rank ``j`` of ``n`` neighbours keeps the ``j``-th of ``n`` equal parts. These are slices of several
+    Rank ``j`` of ``n`` neighbours has the ``j``-th of ``n`` equal parts of each segment. These are slices of several
     ranks, one behind the other, so that a gather among the neighbours fills the segment as one among all ranks does.
+    Whole shards lie one below the other in the memory (``[rows, shard_numel]``), as they are sent.
     """
 
     def __init__(
@@ -229,29 +229,31 @@ class PostForwardShard:
     ) -> None:
         """``outs``: what gathers fill, one a segment of ``flat``."""
         number, rank = neighbours.world_size, neighbours.rank
-        kept = layout.world_size // number
+        rows = layout.world_size // number
+        self.memory = torch.empty(rows * layout.shard_numel, dtype=flat.dtype, device=flat.device)
+        #: What it has of each segment: ``[rows, slice]``, or ``[rows, *piece]`` where staged.
+        self.slices = columns_of(self.memory.view(rows, layout.shard_numel), layout)
         sizes = [out.numel() // number for out in outs]
-        self.owns = [out.narrow(0, rank * size, size) for out, size in zip(outs, sizes, strict=True)]
+        owns = [out.narrow(0, rank * size, size) for out, size in zip(outs, sizes, strict=True)]
         #: What a gather among the neighbours fills, one a segment, and this rank's part of it.
-        self.pairs = list(zip(outs, self.owns, strict=True))
-        self.memory = torch.empty(kept * layout.shard_numel, dtype=flat.dtype, device=flat.device)
-        #: What is kept of each segment.
-        self.slices = parts_of(self.memory, replace(layout, world_size=kept))
-        self._parts, self._places = list(self.owns), list(self.slices)
-        for index in layout.staged:
-            slot = layout.slots[index]
-            whole = _ranks_first(view_of(flat, slot.shape, slot.stride, slot.offset), slot, layout)
-            part = self._parts[slot.segment] = whole.narrow(0, rank * kept, kept)
-            self._places[slot.segment] = self.slices[slot.segment].view(part.shape)
+        self.pairs = list(zip(outs, owns, strict=True))
+        #: These parts, as ``slices`` are.
+        self.owns = [own.view(each.shape) for own, each in zip(owns, self.slices, strict=True)]
+        self._parts = [part.narrow(0, rank * rows, rows) for part in by_rank(flat, layout)]
         self._storage = self.memory.untyped_storage()
         #: Bytes while they are kept.
         self.nbytes = self._storage.nbytes()
         self.release()
 
+    def attach(self) -> None:
+        """Take memory from the current stream's pool. Nothing happens if it has some."""
+        if not self._storage.nbytes():
+            self._storage.resize_(self.nbytes)
+
     def fill(self) -> None:
-        """Take memory from the current stream's pool, and copy the part of the buffer there."""
-        self._storage.resize_(self.nbytes)
-        _torch_private.foreach_copy_(self._places, self._parts)
+        """Take memory, and copy the part of the buffer there."""
+        self.attach()
+        _torch_private.foreach_copy_(self.slices, self._parts)
 
     def release(self) -> None:
         """Give the memory back."""

@@ -28,8 +28,8 @@ from ..interfaces import (
     Work,
 )
 from ..planning.answers import issued
-from ..planning.groups import UnitRanks
-from .buffers import FlatBuffer, by_rank, columns_of, slices_of
+from ..planning.groups import Route, UnitRanks
+from .buffers import FlatBuffer, SecondaryShard, by_rank, columns_of, slices_of
 
 
 class Source(NamedTuple):
@@ -39,7 +39,7 @@ class Source(NamedTuple):
     """The ranks that share the unit, or neighbours among them; None where nothing is sent."""
     memory: torch.Tensor
     """This rank's shard (``[shard_numel]``, master dtype), where ``keeper`` has it if it is parked. Where ``group`` is
-    of neighbours, its ``PostForwardShard``."""
+    of neighbours, its ``SecondaryShard``."""
     keeper: OffloadManager | None
     """It alone reads parked ``memory``; None where nothing is parked."""
     wire: WireSpec | None
@@ -49,7 +49,32 @@ class Source(NamedTuple):
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     """What the gather fills, one a segment of the buffer, and this rank's slice of it."""
     owns: list[torch.Tensor]
-    """These slices."""
+    """These slices, shaped as ``slices``."""
+    masters: Masters | None = None
+    """What ``memory`` is made from before the gather, unless it is current; None where it is no copy."""
+
+
+@dataclass(slots=True)
+class Masters:
+    """Masters of several ranks, of which a secondary shard is a copy in the dtype of compute."""
+
+    route: Route
+    part: SecondaryShard
+    memory: torch.Tensor
+    """This rank's master (``[shard_numel]``)."""
+    keeper: OffloadManager | None
+    current: bool = False
+    """Whether ``part`` has the values of the masters."""
+
+    def distribute(self, unit: Gatherable) -> Work:
+        """Start making ``part`` from the masters."""
+        shard = torch.empty(self.memory.numel(), dtype=self.part.memory.dtype, device=self.part.memory.device)
+        if self.keeper is not None:
+            self.keeper.fetch(unit.spec, self.memory, shard)
+        else:
+            shard.copy_(self.memory)
+        self.part.attach()
+        return self.route.distribute(self.part.memory, shard)
 
 
 class Gatherable(Protocol):
@@ -77,6 +102,7 @@ def start_gathers(units: Sequence[Gatherable]) -> Sequence[Work]:
 
     ``end_gather`` follows for each unit, where operations are ordered behind the returned works.
     """
+    _distribute_masters(units)
     if len(units) == 1:
         return (_start_one(units[0]),)
     # As ``alike`` does, without a call.
@@ -95,6 +121,22 @@ def start_gathers(units: Sequence[Gatherable]) -> Sequence[Work]:
         wait_quietly(works)
         raise
     return works
+
+
+def _distribute_masters(units: Sequence[Gatherable]) -> None:
+    """Make secondary shards that masters have left behind anew. Gathers that follow here read them."""
+    stale = [(unit, of) for unit in units if (of := unit.source.masters) is not None and not of.current]
+    works: list[Work] = []
+    try:
+        for unit, masters in stale:
+            works.append(masters.distribute(unit))
+        for work in works:
+            work.wait()
+    except BaseException:
+        wait_quietly(works)
+        raise
+    for _, masters in stale:
+        masters.current = True
 
 
 def wait_quietly(works: Iterable[Work]) -> None:
@@ -125,10 +167,10 @@ def _start_one(unit: Gatherable) -> Work:
         source.keeper.fetch(unit.spec, source.memory, own)
     else:
         # The cast is the copy-in: master dtype to compute dtype, straight into the slice that is sent.
-        own.copy_(source.memory)
+        own.copy_(source.slices[0])
     if group is None:
         return COMPLETED
-    return issued(group.all_gather(buffer.flat, own), "all_gather", group, unit.spec)
+    return issued(group.all_gather(*source.pairs[0]), "all_gather", group, unit.spec)
 
 
 def _start_many(group: Collectives | None, units: Sequence[Gatherable]) -> Work:

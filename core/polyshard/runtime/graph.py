@@ -28,7 +28,7 @@ def groups_of(root: Root) -> Iterable[Collectives]:
     """All groups of ranks that the model communicates over, each once."""
     groups = {id(root.collectives): root.collectives}
     for unit in root.units:
-        for group in (unit.ranks.owner, unit.ranks.replicate):
+        for group in (unit.ranks.owner, unit.ranks.gather, unit.ranks.replicate):
             if group is not None:
                 groups[id(group)] = group
     return groups.values()
@@ -67,7 +67,8 @@ def step_obstacle(root: Root) -> str | None:
             "It was called under no_sync(). Enter no_sync() inside train_step, around the backwards that do not reduce."
         )
     if not root.last_backward or not all(
-        each.synchronises and each.all_reduces and each.releases_after_backward for each in root.module_states
+        each.synchronises and each.all_reduces and each.releases_after_backward is each.releases_by_default
+        for each in root.module_states
     ):
         return (
             "A module was set to accumulate gradients, or to keep parameters after backward. Set everything back: a "

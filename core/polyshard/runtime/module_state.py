@@ -52,6 +52,7 @@ class ModuleState:
         signature: object = None,
         parent: ModuleState | None = None,
         reads_in_backward: bool = True,
+        releases_after_backward: bool = True,
     ) -> None:
         """``parent``: the module state that this one was split off, see [Note: split modules]."""
         self.name = name
@@ -75,7 +76,7 @@ class ModuleState:
         #: Whether reductions of its gradients are over the replicas, too.
         self.all_reduces = True
         #: Whether backwards release its parameters; where not, later forwards use them.
-        self.releases_after_backward = True
+        self.releases_after_backward = self.releases_by_default = releases_after_backward
         self.own(units)
         #: Forwards of it that run: more than one where it calls itself.
         self.entered = 0
@@ -326,6 +327,8 @@ class ModuleState:
                 unit.reshard()
             else:
                 unit.retain()
+            if unit.ranks.route is not None:
+                unit.outlive()
 
     def keep_gathered(self, keeps: bool) -> None:
         """Whether gathered parameters keep their memory and values when they are released.

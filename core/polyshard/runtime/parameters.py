@@ -47,6 +47,11 @@ class MasterViews(ABC):
     def trained(self) -> list[bool]:
         """Whether each parameter of the layout is trained."""
 
+    @property
+    def versions(self) -> Sequence[int]:
+        """Numbers that change where a program writes to a parameter. Not seen is what ``.data`` hides."""
+        return ()
+
     @abstractmethod
     def expose(self) -> None:
         """Make them views of the master."""

@@ -339,6 +339,13 @@ class PlacedParameters(MasterViews):
     def trained(self) -> list[bool]:
         return list(map(_is_trained, self.tensors))
 
+    @property
+    def versions(self) -> Sequence[int]:
+        # A DTensor has one of its own, which operations on it move, and that of its local tensor stays.
+        flat = self._unit.flat
+        beside = () if flat is None else (flat.parameter, flat.local)
+        return [each._version for each in (*self.tensors, *self._views, *self.locals, *beside)]
+
     def expose(self) -> None:
         with torch.inference_mode(False):
             self._views = [self._part(index) for index in range(len(self.tensors))]

@@ -90,6 +90,8 @@ class Root:
         self.synchronises = True
         #: Whether backwards left what ``Root.settle`` ends before an optimizer steps, or what no step may pass over.
         self.awaits_optimizer = False
+        #: Whether an optimizer of torch's has stepped over the model, which is told of each step then.
+        self.stepped = False
         #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.
         self.accumulates = False
         self.check_ranks = check_ranks

@@ -48,8 +48,8 @@ import torch
 from .. import _torch_private
 from ..errors import CollectiveAbortedError, CollectiveError, CollectiveTimeoutError, PolyshardError
 from ..interfaces import Clock, Collectives, StreamClock, Work
-from ..planning.groups import ThenAllReduce
-from .buffers import FlatBuffer, PostForwardShard
+from ..planning.groups import ThenAllReduce, ThenToOwners
+from .buffers import FlatBuffer, SecondaryShard
 from .gather import Gatherable, allocation_of, end_gather, start_gathers, wait_quietly
 from .recorder import Issued, Recorder
 
@@ -119,7 +119,7 @@ class CommStreams(ABC):
         """Give the gather buffer's memory back (rule 1)."""
 
     @abstractmethod
-    def keep(self, unit: Gatherable, part: PostForwardShard) -> None:
+    def keep(self, unit: Gatherable, part: SecondaryShard) -> None:
         """Fill ``part`` from the gather buffer behind its last use, and give the buffer's memory back (rule 1)."""
 
     @abstractmethod
@@ -194,7 +194,7 @@ class HostStreams(CommStreams):
             self.arrive(unit)
         unit.buffer.release()
 
-    def keep(self, unit: Gatherable, part: PostForwardShard) -> None:
+    def keep(self, unit: Gatherable, part: SecondaryShard) -> None:
         self.arrive(unit)
         part.fill()
         unit.buffer.release()
@@ -202,7 +202,7 @@ class HostStreams(CommStreams):
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
         if self._reductions:
             work, _, entry = self._reductions[-1]
-            if isinstance(work, ThenAllReduce) and work.second is None:
+            if isinstance(work, ThenAllReduce | ThenToOwners) and work.second is None:
                 # At a place that is the same on all ranks. When the host waits for it is not: a rank makes room as soon
                 # as it computes a gradient in place, and others may have none.
                 self._end((work.first,), entry)
@@ -375,7 +375,7 @@ class CudaStreams(CommStreams):
             self._released[stream.cuda_stream] = stream, stream.record_event()
         unit.buffer.release()
 
-    def keep(self, unit: Gatherable, part: PostForwardShard) -> None:
+    def keep(self, unit: Gatherable, part: SecondaryShard) -> None:
         if unit.buffer in self._arriving:
             self._expect_no_more(unit)
         # Beside compute, and both memories are of one stream's pool: the next gather reads the one and may take the

@@ -42,11 +42,11 @@ from ..planning.launches import alike
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Bindings, Shown, Swap, lazily
-from .buffers import FlatBuffer, PostForwardShard, shard_in, slices_of
+from .buffers import FlatBuffer, SecondaryShard, shard_in, slices_of
 from .direct import write_directly
 from .flat import FlatParameter
 from .formed import FormBuffer, compute_with_forms
-from .gather import Source
+from .gather import Masters, Source
 from .gradients import Gradients
 from .parameters import MasterViews
 from .peers import Audit
@@ -165,6 +165,9 @@ class Unit(ABC):
         self.places: list[object] = []
         #: Whether gather buffers hold their memory where they are released.
         self.keeps_buffer = False
+        # Whether no optimizer stepped behind the last backward; the versions of parameters when a forward began last.
+        self._outlives = False
+        self._versions: Sequence[int] = ()
         self._use_master(master)
 
     def _use_master(self, master: torch.Tensor) -> None:
@@ -283,11 +286,10 @@ class Unit(ABC):
         return 0 if self.permanent else self.layout.padded_numel * self.dtypes.compute.itemsize
 
     @property
-    def post_forward_nbytes(self) -> int:
-        """Bytes that this rank keeps of the gather buffer between forward and backward."""
-        if self.reshard_policy is not Reshard.PARTLY or self.neighbours is None:
-            return 0
-        return self.gathered_nbytes // self.neighbours.world_size
+    def secondary_nbytes(self) -> int:
+        """Bytes that this rank keeps of the gather buffer where that is released."""
+        among = self._gatherers
+        return 0 if among is None else self.gathered_nbytes // among.world_size
 
     def prepare(self) -> None:
         """Make the gather buffer and its views: before the first forward, not while the model is being cut."""
@@ -306,23 +308,32 @@ class Unit(ABC):
         gather = self.ranks.gather
         if gather is not None and gather.capabilities.fixed_addresses:
             return FlatBuffer.lease(self.layout, dtype, gather)
-        rank, neighbours = self.ranks.shard_rank, self.neighbours
+        rank, neighbours = self.ranks.shard_rank, self._gatherers
         return FlatBuffer.allocate(self.layout, dtype, self.spec.device, rank=rank, gathers=True, neighbours=neighbours)
 
     def _find_sources(self) -> None:
         """Tell what gathers are made from. Before ``prepare`` there is nothing to gather."""
         if self._training_buffer is None:
             return
-        gather, buffer, part = self.ranks.gather, self.buffer, self.buffer.post_forward
+        gather, buffer, part, route = self.ranks.gather, self.buffer, self.buffer.secondary, self.ranks.route
+        if part is not None and route is not None:
+            self._gather_from(part, Masters(route, part, self.master, self.keeper))
+            self._shards = self.source
+            return
         slices = [] if self.extended or self.forms else slices_of(self.master, self.layout)
         self._shards = Source(gather, self.master, self.keeper, self.wire, slices, buffer.pairs, buffer.owns)
         self.source = self._shards
         if part is not None and self.state is UnitState.SHARDED_POST_FORWARD:
             self._gather_from(part)
 
-    def _gather_from(self, part: PostForwardShard) -> None:
+    def _gather_from(self, part: SecondaryShard, masters: Masters | None = None) -> None:
         # What is kept computes as it is: there is nothing to cast, to decode or to fetch.
-        self.source = Source(self.neighbours, part.memory, None, None, part.slices, part.pairs, part.owns)
+        self.source = Source(self._gatherers, part.memory, None, None, part.slices, part.pairs, part.owns, masters)
+
+    @property
+    def _gatherers(self) -> Collectives | None:
+        """The ranks that gather it from secondary shards; None where nobody does."""
+        return self.neighbours if self.ranks.route is None else self.ranks.gather
 
     def keep_buffer(self, keeps: bool) -> None:
         """Whether whole parameters keep their memory, and so their addresses, where they are released."""
@@ -569,7 +580,7 @@ class Unit(ABC):
 
     def reshard_post_forward(self) -> None:
         """Release the gather buffer, but for the part of it that the next gather is made from, among neighbours."""
-        part = self.buffer.post_forward
+        part = self.buffer.secondary
         if part is None or self.state in _RELEASED:
             self.reshard()
             return
@@ -582,8 +593,8 @@ class Unit(ABC):
             observer(UnitEvent(UnitOperation.RELEASE, self.spec))
 
     def _drop_post_forward(self) -> None:
-        assert self.buffer.post_forward is not None
-        self.buffer.post_forward.release()
+        assert self.buffer.secondary is not None
+        self.buffer.secondary.release()
         self.source = self._shards
         self.state = UnitState.SHARDED
 
@@ -607,9 +618,16 @@ class Unit(ABC):
             if not self.fresh.due:
                 self.fresh = Fresh.RETAINED
 
+    def outlive(self) -> None:
+        """A backward ended: the secondary shard serves later forwards too, until an optimizer steps."""
+        if self.prepared and self._shards.masters is not None:
+            self._outlives = self.root.awaits_optimizer = True
+
     def outdate(self) -> None:
         """The master gets other values: parameters that are retained, or kept in part, are gathered again at their next
         use."""
+        if self.prepared and self._shards.masters is not None:
+            self._shards.masters.current = False
         if self.fresh is Fresh.RETAINED:
             self.fresh = Fresh.NOT
             self.conceal()
@@ -618,6 +636,17 @@ class Unit(ABC):
 
     def expire(self) -> None:
         """A new step begins: parameters that stayed gathered may be older than the master, and are gathered again."""
+        masters = self._shards.masters
+        if masters is not None or not self.module_state.releases_after_backward:
+            # What programs write to parameters between backwards is seen by the counters of these. Not by them is seen
+            # what ``.data`` hides, as in updates that are written by hand: these have no optimizer.
+            before, self._versions = self._versions, self.originals.versions
+            unseen = self.module_state.releases_by_default is self.module_state.releases_after_backward
+            if before != self._versions or (unseen and not self.root.stepped):
+                self.outdate()
+        if masters is not None:
+            masters.current &= self._outlives
+            self._outlives = False
         if self.permanent:
             self.places.clear()
         elif self.fresh is Fresh.AHEAD:

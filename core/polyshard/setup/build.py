@@ -129,6 +129,7 @@ class Build:
                     signature=signature,
                     parent=None if each.parent is None else made[each.parent],
                     reads_in_backward=each.reads_in_backward,
+                    releases_after_backward=self.plan.ranks.strategy.reshards_after_backward,
                 )
                 if each.parent is not None:
                     merge_on_use(made[each.module], made[each.parent])

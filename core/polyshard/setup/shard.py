@@ -257,6 +257,7 @@ def _fill_in(report: Report, plan: ShardPlan, agreement: Agreement) -> None:
         *(row for used in plugins.used for row in registry.fingerprint(used)),
         ["collectives", *kind_of(collectives)],
         ["strategy", plan.ranks.strategy.value, plan.ranks.lists.shard, plan.ranks.lists.replicate],
+        *([] if plan.ranks.lists.near is None else [["groups", plan.ranks.lists.near]]),
         *([name, getattr(config, name)] for name in _COMPARED),
     ]
     if not agreement.alone:

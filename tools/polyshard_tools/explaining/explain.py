@@ -128,6 +128,7 @@ def explain(
         world_size=world_size,
         shards=len(ranks.lists.shard[0]),
         replicas=len(ranks.lists.replicate[0]),
+        near=None if ranks.lists.near is None else len(ranks.lists.near[0]),
         strategy=ranks.strategy,
         device=computes,
         settings=_settings(config, device),

@@ -126,6 +126,8 @@ class Explanation:
     """How many of them share each unit that has no mesh of its own."""
     replicas: int
     """How many of them hold the same shard of such a unit."""
+    near: int | None
+    """How many of them are a group of ``hfsdp`` or ``hpz``; None with other strategies."""
     strategy: Strategy
     """The one in force, which on one rank is ``NO_SHARD`` whatever the setting says."""
     device: torch.device
@@ -142,6 +144,8 @@ class Explanation:
         ranks = f"{self.world_size:,} ranks" if self.world_size > 1 else "one rank"
         cut = f"units in {self.shards:,} shards" if self.shards > 1 else "whole units on each rank"
         copies = f", {self.replicas:,} replicas of each" if self.shards > 1 < self.replicas else ""
+        if self.near is not None:
+            copies += f", groups of {self.near:,} ranks"
         # No index: each rank has a device of its own.
         where = f"{self.model} on {ranks}, computing on {self.device.type}"
         return f"{where}: {self.strategy.value}, {cut}{copies}"

@@ -325,7 +325,7 @@ def _wire_of_layout(model: ShardedModel) -> tuple[Wire, ...]:
     counted as if nothing travelled together.
     """
     rows: list[Wire] = []
-    for operation in (Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.ALL_REDUCE):
+    for operation in (Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.ALL_REDUCE, Operation.ALL_TO_ALL):
         carried: dict[tuple[str, int], list[int]] = {}
         for unit in model.units:
             for nbytes, span in _carried(model, unit, operation):
@@ -343,7 +343,11 @@ def _carried(model: ShardedModel, unit: ShardedUnit, operation: Operation) -> li
     if operation is Operation.ALL_GATHER:
         found: list[tuple[int, object]] = [(unit.gathered_nbytes, among) for among in model.gathers_of(unit)]
     elif operation is Operation.REDUCE_SCATTER:
-        found = [(unit.reduction_nbytes, unit.shard)]
+        found = [(unit.reduction_nbytes, unit.reduction)]
+    elif operation is Operation.ALL_TO_ALL:
+        # Of what it has several shards of, one is its own.
+        shards = unit.gathered_nbytes // unit.layout.world_size, unit.reduced_nbytes
+        found = [((unit.rows - 1) * nbytes, unit.shard) for nbytes in shards]
     else:
         found = [(unit.reduction_nbytes if unit.shard is None else unit.reduced_nbytes, unit.replicate)]
     return [(nbytes, among.span) for nbytes, among in found if nbytes and isinstance(among, RecordedCollectives)]

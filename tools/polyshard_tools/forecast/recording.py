@@ -36,12 +36,17 @@ class Operation(enum.Enum):
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
+    """Shards of ``hfsdp`` between groups."""
     RECEIVE = "receive"
     """Activations from the stage before, or their gradients from the one behind."""
 
     def received_nbytes(self, nbytes: int, ranks: int) -> int:
-        """Of a whole buffer of ``nbytes``, the part that each rank receives: (N-1)/N of it, twice for an all-reduce."""
-        if self is Operation.RECEIVE:
+        """Of a whole buffer of ``nbytes``, the part that each rank receives: (N-1)/N of it, twice for an all-reduce.
+
+        Of blocks all.
+        """
+        if self in (Operation.RECEIVE, Operation.ALL_TO_ALL):
             return nbytes
         part = nbytes * (ranks - 1) // ranks
         return 2 * part if self is Operation.ALL_REDUCE else part
@@ -112,7 +117,7 @@ class Transfer:
     part: Part
     operation: Operation
     nbytes: int
-    """Bytes of the whole buffers: ``ranks`` slices each, or the operand of an all-reduce."""
+    """Bytes of the whole buffers: ``ranks`` slices each, or the operand of an all-reduce; of blocks, what is sent."""
     span: Span
     members: int
     """How many collectives went in the launch."""

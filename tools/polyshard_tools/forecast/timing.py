@@ -76,8 +76,8 @@ class LinkModel:
         hosts = span.hosts(self.ranks_per_host)
         among = self.between if hosts > 1 else self.inside
         found = [link for link in among if link.operation is operation]
-        if not found and operation is Operation.RECEIVE:
-            # A gather among two ranks: as many bytes go each way.
+        if not found and operation in (Operation.RECEIVE, Operation.ALL_TO_ALL):
+            # As many bytes go each way as in a gather.
             found = [link for link in among if link.operation is Operation.ALL_GATHER]
         if not found and operation is Operation.ALL_REDUCE:
             # A reduction and a gather of slices: both directions at the slower one's rate.

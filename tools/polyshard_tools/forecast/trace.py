@@ -327,6 +327,10 @@ class RecordedCollectives(FakeCollectives):
         operation = calls[0].operation
         if self.span.ranks > 1 and operation in _TRANSFERS:
             nbytes = sum(call.numel * call.dtype.itemsize for call in calls)
+            if operation == "all_to_all":
+                if self._recorder.part is Part.OPTIMIZER:
+                    return
+                nbytes = sum(call.sent_nbytes for call in calls)
             self._recorder.transfer(Operation(operation), nbytes, self.span, len(calls))
 
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
@@ -337,8 +341,8 @@ class RecordedCollectives(FakeCollectives):
         return RecordedCollectives(self._recorder, [self.span.members[each] for each in own], self._sizes)
 
 
-#: Operations that are timed; others come at wrap, or from optimizers.
-_TRANSFERS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
+#: Operations that are timed; others come at wrap. Those of optimizers are not.
+_TRANSFERS = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})
 
 
 def _sizes_of(mesh: Any, world_size: int) -> Mapping[str, int] | None:
