@@ -111,12 +111,16 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backwards inside keep their gradients on this rank; the next one outside reduces the sum.
 
     Parameters are still gathered and released as usual. The waiting gradients take a whole unit's memory each, in the
-    reduction dtype; ``.grad`` does not show them.
+    reduction dtype; ``.grad`` does not show them. With ``shard_gradients`` it is ``no_all_reduce`` instead.
 
     Raises:
         StateError: ``model`` is not the outermost sharded module.
     """
     root = outermost_root(model, "no_sync()")
+    if root.shards_gradients:
+        with no_all_reduce(model):
+            yield
+        return
     before, root.synchronises = root.synchronises, False
     try:
         yield
@@ -126,12 +130,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def no_all_reduce(model: nn.Module) -> Iterator[None]:
-    """Backwards inside reduce gradients among the ranks that shard; the next one outside adds them up over replicas.
+    """Backwards inside reduce gradients among near ranks alone; the next one outside adds them up over all others.
 
-    For accumulation with a hybrid strategy: replicas send each other one sum a step, not one a microbatch. What waits
-    takes a rank's shard in the reduction dtype, where ``no_sync`` keeps the whole of each unit; ``.grad`` does not show
-    it. Units without replicas are reduced as outside, and those that nothing shards (``no_shard``) wait as in
-    ``no_sync``. Every rank enters and leaves it alike.
+    For accumulation with ``hfsdp`` or a hybrid strategy: groups and replicas send each other one sum a step, not one a
+    microbatch. What waits takes a rank's part in the reduction dtype, where ``no_sync`` keeps the whole of each unit;
+    ``.grad`` does not show it. Units without replicas or groups are reduced as outside, and those that nothing shards
+    (``no_shard``) wait as in ``no_sync``. Every rank enters and leaves it alike.
 
     Raises:
         StateError: ``model`` is not the outermost sharded module.

@@ -213,7 +213,7 @@ class _CustomRanks(UnitRanks):
             result.div_(division.after)
 
     @property
-    def without_replicas(self) -> UnitRanks:  # type: ignore[override]
+    def among_near(self) -> UnitRanks:  # type: ignore[override]
         # What is added up over replicas later is neither divided nor shown before.
         known = {each.name: getattr(self, each.name) for each in fields(UnitRanks)}
         return UnitRanks(**(known | {"replicate": None}))

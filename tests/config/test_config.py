@@ -130,6 +130,13 @@ def test_config_cannot_be_changed_in_place_and_survives_pickling() -> None:
             {"reshard_after_forward": 2, "strategy": "hfsdp"},
             "=2 does not go with strategy 'hfsdp'.*True, False or auto",
         ),
+        ({"shard_parameters": False, "strategy": "hfsdp"}, "shard_parameters=False does not go with strategy 'hfsdp'"),
+        (
+            {"shard": ("host", "gpu"), "shard_parameters": "gpus"},
+            r"'gpus', which shard has not\. Did you mean 'gpu'\?.* at least what parameters are: shard=\['host', 'gpu'\]",
+        ),
+        ({"shard_parameters": "gpu"}, "shard_parameters names 'gpu', which shard has not.*shard=None"),
+        ({"shard_gradients": 1}, "shard_gradients must be True or False, not 1"),
         ({"shard_size": 2, "strategy": "zero1"}, "needs a strategy with groups .*'zero1'"),
         ({"reshard_after_forward": "auto", "strategy": "no_shard"}, "but strategy is 'no_shard'"),
         ({"memory_budget": "1 GiB"}, "memory_budget=1073741824 needs reshard_after_forward='auto', but that is None"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any, cast
 
 import polyshard
@@ -26,6 +27,7 @@ from parity import (
     units_of,
 )
 from polyshard.errors import StateError
+from polyshard.planning.meshes import WorldMesh
 from polyshard_backends.threaded import ThreadedWorld
 from processes import run_processes
 from torch import nn
@@ -253,6 +255,13 @@ SENT: dict[str, tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]
         },
         {("all_to_all", _N): _of(_HOSTS) / _GROUP},
     ),
+    # Groups exchange gradients once a step.
+    "hfsdp under no_all_reduce": (
+        {("all_gather", _GROUP): 2 * _of(_GROUP), ("reduce_scatter", _GROUP): _of(_GROUP)},
+        {("all_to_all", _N): 2 * _of(_HOSTS) / _GROUP},
+    ),
+    # Ranks have whole gradients until then.
+    "zero1 under no_sync": ({}, {("all_gather", _N): _of(_N), ("reduce_scatter", _N): _of(_N)}),
 }
 
 
@@ -263,8 +272,9 @@ class Pair(nn.Sequential):
         super().__init__(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
 
 
-@pytest.mark.parametrize("strategy", SENT)
-def test_a_step_sends_what_the_table_says(strategy: str) -> None:
+@pytest.mark.parametrize("case", SENT)
+def test_a_step_sends_what_the_table_says(case: str) -> None:
+    strategy, _, waits = case.partition(" under ")
     model = seeded(lambda: nn.Sequential(Pair(), Pair(), Pair()))
     numel = sum(p.numel() for p in model.parameters())
     settings: dict[str, Any] = {"shard_size": _GROUP} if strategy in ("hybrid", "hpz", "hfsdp") else {}
@@ -280,7 +290,8 @@ def test_a_step_sends_what_the_table_says(strategy: str) -> None:
 
     def step() -> None:
         for turn in range(_MICROBATCHES):
-            model(draw(4, 64, turn=turn)).square().mean().backward()
+            with getattr(polyshard, waits)(model) if waits and turn + 1 < _MICROBATCHES else nullcontext():
+                model(draw(4, 64, turn=turn)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -293,7 +304,7 @@ def test_a_step_sends_what_the_table_says(strategy: str) -> None:
         for call in group.calls:
             key = call.operation, group.world_size
             sent[key] = sent.get(key, 0) + call.sent / numel
-    each, once = SENT[strategy]
+    each, once = SENT[case]
     wanted = {key: _MICROBATCHES * each.get(key, 0) + once.get(key, 0) for key in {*each, *once}}
     assert sent == pytest.approx(wanted)
 
@@ -344,6 +355,63 @@ def test_what_a_program_writes_between_backwards_is_seen_by_the_next_forward(
     for rank, outputs in enumerate(on_ranks(world_size, on_rank)):
         for output in outputs:
             torch.testing.assert_close(output, wanted[rank], rtol=1e-12, atol=1e-12)
+
+
+# The three chosen by dimensions of a mesh.
+
+#: Over four ranks, two hosts of two: what is chosen, and the shards of parameters and masters that come of it.
+CHOSEN: list[tuple[dict[str, Any], tuple[int, int]]] = [
+    ({}, (4, 4)),
+    ({"shard_parameters": "gpu"}, (2, 4)),
+    ({"shard_parameters": False}, (1, 4)),
+    ({"shard_gradients": True}, (4, 4)),
+    ({"shard_parameters": "gpu", "shard_gradients": True}, (2, 4)),
+    ({"shard_parameters": False, "shard_gradients": True}, (1, 4)),
+    ({"shard": "gpu", "replicate": "host", "strategy": "hybrid", "shard_parameters": False}, (1, 2)),
+]
+
+
+@one_by_one("chosen, shards", CHOSEN)
+def test_parameters_gradients_and_state_are_sharded_over_what_each_names(
+    chosen: dict[str, Any], shards: tuple[int, int]
+) -> None:
+    model = seeded(Net)
+    settings = {"mesh": WorldMesh.pretended({"host": 2, "gpu": 2}), "shard": ("host", "gpu"), **chosen}
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[dict[str, torch.Tensor], set[tuple[int, int]], int]:
+        mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
+        units = root_of(mine).units
+        optimizer = adam(mine)
+        for turn in range(6):
+            waits = turn % 3 < 2
+            with polyshard.no_sync(mine) if waits else nullcontext():
+                square_step(mine, turn, rank)
+            if not waits:
+                optimizer.step()
+                optimizer.zero_grad()
+        kept = 1 if shards[0] == 1 else units[1].ranks.gather.world_size  # type: ignore[union-attr]
+        sums = sum(0 if unit.gradients.input.sum is None else 1 for unit in units)
+        parts = {(kept, unit.ranks.shard_size) for unit in units}
+        return {name: full(p.detach()) for name, p in mine.named_parameters()}, parts, sums
+
+    copies = [copy.deepcopy(model) for _ in range(4)]
+    optimizers = [adam(each) for each in copies]
+    for turn in range(6):
+        for rank, each in enumerate(copies):
+            square_step(each, turn, rank)
+        if turn % 3 == 2:
+            for same in zip(*(each.parameters() for each in copies), strict=True):
+                mean = torch.stack([p.grad for p in same if p.grad is not None]).mean(0)
+                for p in same:
+                    p.grad = mean.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = on_ranks(4, on_rank)
+    assert_wholes([wholes for wholes, _, _ in found], dict(copies[0].named_parameters()))
+    assert {part for _, parts, _ in found for part in parts} == {shards}
+    # Whole sums wait nowhere where gradients are sharded.
+    assert all((sums == 0) is chosen.get("shard_gradients", False) for _, _, sums in found)
 
 
 @one_by_one("settings, world_size", LASTING)

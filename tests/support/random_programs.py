@@ -462,6 +462,7 @@ def _settings(drawn: random.Random, world_size: int, family: Family, single: boo
         "backward_prefetch": drawn.randint(0, 2),
         "split_root": drawn.random() < 0.5,
         "reshard_after_forward": drawn.choice((None, None, True, False, "auto")),
+        "shard_gradients": drawn.random() < 0.2,
         "together": not single and drawn.random() < 0.5,
     }
     if settings["front"] == "drop-in" and family is Family.SCALAR:

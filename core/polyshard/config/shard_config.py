@@ -66,17 +66,17 @@ class Strategy(enum.Enum):
     @property
     def grouped(self) -> bool:
         """Whether it knows groups of ranks inside the whole, such as those of a host."""
-        return self.hybrid or self in (Strategy.HFSDP, Strategy.HPZ)
+        return self.hybrid or self.joins
+
+    @property
+    def joins(self) -> bool:
+        """Whether masters are sharded over all of these groups, and not inside of each."""
+        return self in (Strategy.HFSDP, Strategy.HPZ)
 
     @property
     def reshards_after_forward(self) -> bool:
         """Whether parameters are released after forward where ``ShardConfig.reshard_after_forward`` is None."""
         return self in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD, Strategy.HFSDP, Strategy.HPZ)
-
-    @property
-    def reshards_after_backward(self) -> bool:
-        """Whether parameters are released after backward."""
-        return self is not Strategy.ZERO1
 
 
 #: Other names of strategies.
@@ -142,6 +142,10 @@ def _dimensions_of(value: str | Sequence[str] | None) -> tuple[str, ...] | None:
         remedy = "Give the settings in it alone." if isinstance(value, Mapping) else "Write 'dp'."
         raise ConfigError(f"dimensions of a mesh are a name or several different ones, not {value!r}. {remedy}")
     return names
+
+
+def _part_of_dimensions(value: bool | str | Sequence[str]) -> bool | tuple[str, ...]:
+    return value if isinstance(value, bool) else _dimensions_of(value) or True
 
 
 #: Limits of ``timeout_s``: process groups count in milliseconds, where 0 is no limit, and in nanoseconds.
@@ -223,6 +227,12 @@ class ShardConfig:
     replicate: _Normalised[tuple[str, ...] | None, str | Sequence[str]] = _Normalised(_dimensions_of, None)
     """The dimensions of ``mesh`` over which a hybrid strategy replicates shards. With ``hfsdp`` and ``hpz`` those that
     ``shard`` is the inside of: masters are sharded over both. Read as a tuple or None."""
+    shard_parameters: _Normalised[bool | tuple[str, ...], str | Sequence[str]] = _Normalised(_part_of_dimensions, True)
+    """Over which of the dimensions in ``shard`` the parameters that compute are sharded, too: True for all, False for
+    none, as ``zero1`` says, or names of some, as ``hfsdp`` says of groups. Read as a bool or a tuple."""
+    shard_gradients: bool = False
+    """Whether backwards under ``no_sync`` reduce gradients to shards, which wait there, and not whole ones: inside of
+    groups with a strategy that has these, and otherwise over all ranks, into ``.grad``."""
     shard_size: int | None = None
     """Ranks in each group of a strategy that has groups; None for the ranks of one host. Not together with ``mesh``."""
     reshard_after_forward: bool | int | Literal["auto"] | None = None
@@ -271,7 +281,7 @@ class ShardConfig:
         self._check_reshard()
         if not isinstance(self.check_ranks, bool) and self.check_ranks != "always":
             raise ConfigError(f"check_ranks must be True, False or 'always', not {self.check_ranks!r}.")
-        for name in ("split_root", "sync_module_states"):
+        for name in ("split_root", "sync_module_states", "shard_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
         if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
@@ -296,11 +306,15 @@ class ShardConfig:
                 f"reshard_after_forward='auto' needs a strategy that releases parameters after forward ({able}), but "
                 f"strategy is {self.strategy.value!r}. Leave reshard_after_forward out or change the strategy."
             )
-        alone = self.strategy in (Strategy.ZERO1, Strategy.HPZ)
-        if (alone and releases is not None) or (self.strategy is Strategy.HFSDP and _is_int(releases)):
+        keeps, part = self.keeps_parameters, isinstance(self.shard_parameters, tuple)
+        alone = keeps or self.strategy is Strategy.HPZ
+        if (alone and releases is not None) or ((part or self.strategy is Strategy.HFSDP) and _is_int(releases)):
+            given = f"strategy {self.strategy.value!r}"
+            if self.shard_parameters is not True:
+                given = f"shard_parameters={self.shard_parameters!r}"
             raise ConfigError(
-                f"reshard_after_forward={releases!r} does not go with strategy {self.strategy.value!r}, which says "
-                f"itself what stays behind a forward. Leave it out{'' if alone else ', or give True, False or auto'}."
+                f"reshard_after_forward={releases!r} does not go with {given}, which says itself what stays behind a "
+                f"forward. Leave it out{'' if alone else ', or give True, False or auto'}."
             )
         if self.memory_budget is not None and releases != "auto":
             raise ConfigError(
@@ -321,6 +335,7 @@ class ShardConfig:
                     f"{self.strategy.value!r}. Leave shard_size out or change the strategy."
                 )
         self._check_dimensions(grouped)
+        self._check_parameters()
         if self.mesh is not None:
             self._check_mesh(self.mesh, grouped)
 
@@ -346,6 +361,28 @@ class ShardConfig:
         for name in self.replicate or ():
             if name in (self.shard or ()):
                 raise ConfigError(f"dimension {name!r} is in both shard and replicate. Name it in one of them.")
+
+    def _check_parameters(self) -> None:
+        chosen = self.shard_parameters
+        if chosen is True:
+            return
+        if self.strategy is Strategy.NO_SHARD or self.strategy.joins:
+            raise ConfigError(
+                f"shard_parameters={chosen!r} does not go with strategy {self.strategy.value!r}, which says itself "
+                "over what parameters are sharded. Leave it out or change the strategy."
+            )
+        for name in () if chosen is False else chosen:
+            if name not in (self.shard or ()):
+                known = self.shard or ()
+                raise ConfigError(
+                    f"shard_parameters names {name!r}, which shard has not.{did_you_mean(name, known)} An optimizer's "
+                    f"state is sharded over at least what parameters are: shard={_quoted(known) if known else None}."
+                )
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Whether parameters that compute stay whole until an optimizer steps."""
+        return self.strategy is Strategy.ZERO1 or self.shard_parameters is False
 
     def _check_mesh(self, mesh: DeviceMesh, grouped: str) -> None:
         dimensions = getattr(mesh, "ndim", None)

@@ -276,12 +276,18 @@ class ShardedModel:
 
     @contextmanager
     def synchronising(self, synchronises: bool) -> Iterator[None]:
-        """Inside, backwards reduce gradients, or keep them on this rank."""
-        before, self._root.synchronises = self._root.synchronises, synchronises
+        """Inside, backwards reduce gradients, over all ranks, or keep them on this rank."""
+        root = self._root
+        before = root.synchronises, [each.all_reduces for each in root.module_states]
+        root.synchronises = synchronises
+        for each in root.module_states:
+            each.all_reduces |= synchronises
         try:
             yield
         finally:
-            self._root.synchronises = before
+            root.synchronises = before[0]
+            for each, all_reduces in zip(root.module_states, before[1], strict=True):
+                each.all_reduces = all_reduces
 
     @contextmanager
     def kept_unsharded(self) -> Iterator[None]:

@@ -66,6 +66,8 @@ class UnitRanks:
     """Whether ``reduction`` brings several inputs together itself, for one communication of no more elements."""
     route: Route | None = None
     """Between masters and the fewer ranks that ``gather`` and ``reduction`` reach; None where these are the owners."""
+    rows: int = 1
+    """How many shards the result of a reduction has: more than one where a later one goes on along ``route``."""
 
     @classmethod
     def over(cls, world: Collectives, owner: Collectives | None, replicate: Collectives | None, **more: Any) -> Self:
@@ -169,8 +171,16 @@ class UnitRanks:
         return ThenAllReduce(work, self.replicate, results)
 
     @property
-    def without_replicas(self) -> Self:
-        return replace(self, replicate=None)
+    def defers(self) -> bool:
+        """Whether reductions have a second part, which may be left to a later backward: ``among_near``."""
+        return self.replicate is not None or self.route is not None
+
+    @property
+    def among_near(self) -> Self:
+        """Those of the first part: without replicas, and without the way to the owners in other groups."""
+        if self.route is None:
+            return replace(self, replicate=None)
+        return replace(self, replicate=None, route=None, rows=self.route.rows)
 
     @staticmethod
     def _scratch(among: Collectives, result: torch.Tensor, wire: torch.Tensor) -> torch.Tensor | None:
@@ -235,6 +245,9 @@ class ThenToOwners:
     """Results (``[n]``), and what the first reduction fills for each (``[rows * n]``)."""
     second: Work | None = None
     """To the owners; None before it was issued."""
+    waiting: Sequence[tuple[int, torch.Tensor]] = ()
+    """Sums of earlier reductions that were among near ranks alone (``[rows, n]``), each with the column of all pairs'
+    parts at which it is added to these."""
     _arriving: torch.Tensor | None = None
 
     def proceed(self) -> Work:
@@ -243,6 +256,8 @@ class ThenToOwners:
             self.first.wait()
             parts = [part.view(self.route.rows, -1) for _, part in self.pairs]
             rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            for column, earlier in self.waiting:
+                rows.narrow(1, column, earlier.shape[1]).add_(earlier)
             self._arriving = torch.empty_like(rows)
             self.second = self.route.collect(self._arriving.view(-1), rows.view(-1))
         return self.second
@@ -343,7 +358,7 @@ class ModelRanks:
         if mesh is None:
             strategy = Strategy.NO_SHARD if world_size == 1 else config.strategy
             lists = UnitLists(*_rank_lists(config, strategy, world_size), [list(range(world_size))])
-            if strategy.grouped and not strategy.hybrid:
+            if strategy.joins:
                 lists = lists.joined
                 _refuse_single(lists, config)
             return cls(strategy, lists, lists, config, None)
@@ -376,7 +391,7 @@ class ModelRanks:
             scope = lists.of(rank)
         if mesh is None and (choice is not None or value is not None):
             divisor = divisor_of("data" if choice is None else choice, lists, self.cut)
-        if value is not None and self.cut.near is not None:
+        if value is not None and self.strategy.joins:
             lists = lists.joined
         if mesh is None and value is not None and self.strategy is Strategy.NO_SHARD:
             lists = lists.whole
@@ -395,6 +410,16 @@ class ModelRanks:
         return PlannedRanks(lists, divisor, scope, size)
 
     @property
+    def keeps_parameters(self) -> bool:
+        """Whether parameters stay whole from one optimizer's step to the next."""
+        return self.strategy is not Strategy.NO_SHARD and self.config.keeps_parameters
+
+    @property
+    def routes(self) -> bool:
+        """Whether fewer ranks share the parameters that compute than masters: those of ``near``."""
+        return self.lists.near is not None and self.strategy is not Strategy.HPZ
+
+    @property
     def batch_lists(self) -> list[list[int]]:
         """Ranks that get the same samples: those with one place among data ranks, and different parts of the model."""
         places: dict[int, list[int]] = {}
@@ -410,10 +435,10 @@ class ModelRanks:
 def _refuse_single(lists: UnitLists, config: ShardConfig) -> None:
     """Raise ConfigError where groups of a strategy that is about what they have in common are single ranks."""
     if lists.near is not None and len(lists.near[0]) == 1:
-        instead = {Strategy.HFSDP: Strategy.ZERO1, Strategy.HPZ: Strategy.SHARD_GRAD_OP}[config.strategy]
+        instead = Strategy.SHARD_GRAD_OP if config.strategy is Strategy.HPZ else Strategy.ZERO1
         raise ConfigError(
-            f"The groups of strategy {config.strategy.value!r} are of one rank each. Give larger ones by shard_size= "
-            f"or mesh=, or write {instead.value!r}, which is what that comes to."
+            f"The groups that share parameters under strategy {config.strategy.value!r} are of one rank each. Give "
+            f"larger ones by shard_size= or mesh=, or write {instead.value!r}, which is what that comes to."
         )
 
 
@@ -453,7 +478,7 @@ class FormedGroups:
     def __init__(self, ranks: ModelRanks, units: Iterable[PlannedRanks], world: Collectives) -> None:
         self.world = world
         self._lists = ranks.lists
-        self._routes = ranks.strategy is Strategy.HFSDP
+        self._routes = ranks.routes
         #: Those that were made here, in order; not ``world``.
         self.made: list[Collectives] = []
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives | None] = {}

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -166,13 +166,16 @@ def lists_of(config: ShardConfig, strategy: Strategy, world: WorldMesh) -> UnitL
     assert mesh is not None
     if config.shard is not None:
         lists = unit_lists(world, config.shard, config.replicate or ())
+        over = config.shard_parameters
+        if isinstance(over, tuple) and set(over) != set(config.shard):
+            lists = replace(lists, near=unit_lists(world, over).shard)
     elif config.strategy.grouped:
         lists = _lists(world, (1,), (0,))
     else:
         lists = _lists(world, tuple(range(mesh.ndim)), ())
     if strategy is Strategy.NO_SHARD:
         return lists.whole
-    return lists.joined if strategy.grouped and not strategy.hybrid else lists
+    return lists.joined if strategy.joins else lists
 
 
 def unit_lists(mesh: DeviceMesh | WorldMesh, shard: Sequence[str], replicate: Sequence[str] = ()) -> UnitLists:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import registry
-from ..config import PluginChoice, Strategy
+from ..config import PluginChoice
 from ..errors import ConfigError, UnsupportedError
 from ..events import Events
 from ..interfaces import (
@@ -173,7 +173,7 @@ def plan_units(
             unit.parked = unit.spec in parked
     for each in planned:
         _refuse_beside_buffers(each, plugins.collectives)
-        if ranks.strategy is Strategy.HFSDP:
+        if ranks.routes:
             _refuse_unrouted(each, plugins.collectives)
     return tuple(planned)
 
@@ -432,8 +432,8 @@ def _refuse_unrouted(module: PlannedModule, collectives: Collectives) -> None:
         else:
             continue
         raise UnsupportedError(
-            f"Strategy 'hfsdp' copies masters to the ranks of a group, and {fault}, or another strategy (rank "
-            f"{collectives.rank})."
+            f"Ranks that share parameters would copy the masters of others to them, and {fault}; or choose another "
+            f"strategy than 'hfsdp', and shard_parameters=True (rank {collectives.rank})."
         )
 
 

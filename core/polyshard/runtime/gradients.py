@@ -54,7 +54,7 @@ class Gradients:
         self.input = ReductionInput(layout, wire, dtypes.reduce, unit.spec.device)
         #: Where gradients of several backwards are added up before they are reduced.
         self.sums = self.input
-        # The sum of shards that replicas have not added up, and how many reductions are still to add to it.
+        # The sum of what other replicas or groups have not added up, and how many reductions are still to add to it.
         self._shard: torch.Tensor | None = None
         self._shards_coming = 0
         self._shard_missed: frozenset[int] = frozenset()
@@ -170,14 +170,14 @@ class Gradients:
         self.places.clear()
         return contribution
 
-    def contribute_without_replicas(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> Contribution:
-        """As ``contribute``, to a reduction whose result waits on this rank for one that is over the replicas."""
+    def contribute_among_near(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> Contribution:
+        """As ``contribute``, to a reduction whose result waits on this rank for one that has its second part, too."""
         input = self.sums if self.sums.has_sum else self.input
         missed = input.missing(gradients)
         waits = self._shard is not None or self._shards_coming
         self._shard_missed = missed & self._shard_missed if waits else missed
         self.computed_at(streams.here())
-        ranks, places = self.unit.ranks.without_replicas, tuple(self.places)
+        ranks, places = self.unit.ranks.among_near, tuple(self.places)
         self._shards_coming += 1
         self.places.clear()
         return Contribution(self.unit, ranks, input, places, self._keep_shard)

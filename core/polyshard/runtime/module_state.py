@@ -73,7 +73,7 @@ class ModuleState:
         self.signature = signature
         #: Whether its backwards reduce gradients, where the root does. The same on all ranks, as the next two.
         self.synchronises = True
-        #: Whether reductions of its gradients are over the replicas, too.
+        #: Whether reductions of its gradients are over the replicas, too, or reach owners in other groups.
         self.all_reduces = True
         #: Whether backwards release its parameters; where not, later forwards use them.
         self.releases_after_backward = self.releases_by_default = releases_after_backward
@@ -275,11 +275,11 @@ class ModuleState:
                 # Not part of this step, or autograd.grad, which accumulates nowhere: no rank has anything to reduce.
                 continue
             its = unit.gradients
-            if synchronises and (self.all_reduces or unit.ranks.replicate is None):
+            if synchronises and (self.all_reduces or not unit.ranks.defers):
                 reduced.append((its.contribute(gradients, root.streams), gradients))
                 unit.reduced = True
             elif synchronises and unit.ranks.reduction is not None:
-                reduced.append((its.contribute_without_replicas(gradients, root.streams), gradients))
+                reduced.append((its.contribute_among_near(gradients, root.streams), gradients))
             else:
                 its.keep(gradients, root.streams)
                 root.awaits_optimizer = True
@@ -290,9 +290,9 @@ class ModuleState:
 
     def _waits(self, unit: Unit) -> bool:
         """Whether gradients of earlier backwards are to be reduced in one that synchronises."""
-        if self.all_reduces or unit.ranks.replicate is None:
+        if self.all_reduces or not unit.ranks.defers:
             return unit.gradients.unreduced
-        # Anything of its reduction is left without that over the replicas.
+        # Anything of its reduction is left without the second part of that.
         sums = unit.gradients.sums
         return sums.has_sum and sums.gradients is None and unit.ranks.reduction is not None
 

@@ -6,7 +6,7 @@ Which units go in one launch, and when, is planned in ``planning/launches.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
 from operator import is_
@@ -18,10 +18,10 @@ from .. import _torch_private
 from ..errors import CollectiveError
 from ..interfaces import BufferRole, Observer, UnitEvent, UnitOperation, UnitSpec, Work
 from ..planning import thresholds
-from ..planning.groups import ThenAllReduce, UnitRanks
+from ..planning.groups import ThenAllReduce, ThenToOwners, UnitRanks
 from ..planning.launches import Bucket, Buckets, ReduceMode, alike
 from ..planning.layout import FlatLayout, round_up
-from .buffers import FlatBuffer, slices_of
+from .buffers import FlatBuffer, parts_of, slices_of
 from .peers import Audit
 from .recorder import Recorder
 from .streams import REDUCTIONS_ALIVE, CommStreams, Reduction
@@ -42,22 +42,23 @@ class Contribution(NamedTuple):
 
     unit: Reducible
     ranks: UnitRanks
-    """Among whom: the unit's, or these without replicas."""
+    """Among whom: the unit's, or ``among_near`` of these."""
     input: ReductionInput
     places: Sequence[object]
     """The places (``CommStreams.here``) at which the gradients were computed."""
     deliver: Callable[[torch.Tensor], object]
-    """Called with the reduced shard (``[shard_numel]``), where operations are ordered behind the reduction.
+    """Called with the reduced shard (``[shard_numel]``; among near ranks ``[rows * shard_numel]``), where operations are
+    ordered behind the reduction.
 
     Returns the tensors that it added it to, if any."""
     waiting: torch.Tensor | None = None
-    """The sum of earlier shards that replicas have not added up."""
+    """The sum of earlier results among near ranks."""
 
 
 def kind_of(ranks: UnitRanks, input: ReductionInput) -> Hashable:
     """Equal for units that one communication may reduce."""
     # A plugin's collectives may not be hashable.
-    return id(ranks.reduction), id(ranks.replicate), input.dtype, input.result_dtype
+    return id(ranks.reduction), id(ranks.replicate), id(ranks.route), input.dtype, input.result_dtype
 
 
 class Reducer:
@@ -204,7 +205,7 @@ class Reducer:
             return _Launch(members, flats, list(flats), copies)
         copies.spent.extend(buffers)
         if ranks.replicate is None or len(members) == 1:
-            shards = [input.new_result(input.layout.shard_numel) for input in inputs]
+            shards = [input.new_result(ranks.rows * input.layout.shard_numel) for input in inputs]
             result = shards[0]
         else:
             # Next to each other, so that one communication adds them up over replicas.
@@ -216,6 +217,14 @@ class Reducer:
         if len(flats) == len(inputs):
             return _Launch(members, flats, shards, copies, result=result)
         # Several segments: each is reduced into its slice, and nothing into what lies between two slices.
+        if ranks.rows > 1:
+            # Of several rows, segment by segment: they become rows behind the reduction.
+            slices = [
+                part
+                for shard, each in zip(shards, inputs, strict=True)
+                for part in parts_of(shard, replace(each.layout, world_size=ranks.rows))
+            ]
+            return _Launch(members, flats, slices, copies, shards=shards)
         pads = [shard.narrow(0, *pad) for shard, each in zip(shards, inputs, strict=True) for pad in each.layout.pads()]
         if pads:
             _torch_private.foreach_zero_(pads)
@@ -246,14 +255,19 @@ class Reducer:
                 self._make_room(each)
         self.streams.make_room()
         copies = merged.collect()
-        return _Launch(members, [merged.flat], [inputs[0].new_result(merged.numel)], copies, merged)
+        result = inputs[0].new_result(members[0].ranks.rows * merged.numel)
+        return _Launch(members, [merged.flat], [result], copies, merged)
 
     def _finish(self, launch: _Launch, era: _Era) -> object:
         written: list[object] = []
-        merged, shards = launch.merged, launch.shards or launch.results
+        merged, shards, rows = launch.merged, launch.shards or launch.results, launch.members[0].ranks.rows
         if merged is not None:
             merged.release()
-            shards = merged.shards_in(shards[0])
+            shards = merged.shards_in(shards[0], rows)
+        elif launch.shards and rows > 1:
+            shards = [
+                _by_rows(shard, each.input.layout, rows) for shard, each in zip(shards, launch.members, strict=True)
+            ]
         for each, shard in zip(launch.members, shards, strict=True):
             if not era.forgotten:
                 written.append(each.deliver(shard))
@@ -307,13 +321,29 @@ class _Launch(NamedTuple):
             work = first.ranks.reduce(self.results[0], self.inputs[0])
         else:
             work = first.ranks.reduce_many(list(zip(self.results, self.inputs, strict=True)), self.result)
-        if isinstance(work, ThenAllReduce):
+        routed = work.first if isinstance(work, ThenAllReduce) else work
+        if isinstance(routed, ThenToOwners):
+            routed.waiting = self._waiting_columns(routed.route.rows)
+        elif isinstance(work, ThenAllReduce):
             shards = self.shards or self.results
             if self.merged is not None:
                 shards = self.merged.shards_in(self.results[0])
             pairs = zip(shards, self.members, strict=True)
             work.waiting = [(shard, each.waiting) for shard, each in pairs if each.waiting is not None]
         return work
+
+    def _waiting_columns(self, rows: int) -> list[tuple[int, torch.Tensor]]:
+        """Sums of earlier results (``[rows, n]``), each with its column among those of this launch."""
+        found, cursor = list[tuple[int, torch.Tensor]](), 0
+        for index, each in enumerate(self.members):
+            layout = each.input.layout
+            # Merged ones have what lies between segments, too.
+            starts, sizes = ((0,), (layout.shard_numel,)) if self.merged else (layout.starts, layout.slices)
+            for start, size in zip(starts, sizes, strict=True):
+                if each.waiting is not None:
+                    found.append((cursor, each.waiting.view(rows, -1).narrow(1, start, size)))
+                cursor += self.merged.columns[index] if self.merged else size
+        return found
 
     def retire(self) -> None:
         """Release inputs and gradients, and with this object results: sources of a cast or of a copy to the host."""
@@ -533,9 +563,12 @@ class MergedInput:
     def _zeros(self, numel: int) -> torch.Tensor:
         return self.flat.new_zeros(len(self._rows), numel)
 
-    def shards_in(self, result: torch.Tensor) -> list[torch.Tensor]:
-        """The shard of each of ``inputs`` in ``result`` (``[numel]``)."""
-        return shards_in(result, self.inputs, self.columns)
+    def shards_in(self, result: torch.Tensor, rows: int = 1) -> list[torch.Tensor]:
+        """The shard of each of ``inputs`` in ``result`` (``[numel]``), or several of each (``[rows * numel]``)."""
+        if rows == 1:
+            return shards_in(result, self.inputs, self.columns)
+        parts = torch.split(result.view(rows, self.numel), list(self.columns), dim=1)
+        return [part[:, : each.layout.shard_numel].flatten() for part, each in zip(parts, self.inputs, strict=True)]
 
     @property
     def travels(self) -> bool:
@@ -573,3 +606,13 @@ def shards_in(result: torch.Tensor, inputs: Sequence[ReductionInput], columns: S
     """The shard of each of ``inputs`` in ``result`` (``[sum(columns)]``)."""
     parts = torch.split(result, list(columns))
     return [part[: each.layout.shard_numel] for part, each in zip(parts, inputs, strict=True)]
+
+
+def _by_rows(parts: torch.Tensor, layout: FlatLayout, rows: int) -> torch.Tensor:
+    """``rows`` shards one below the other, of their segments one behind the other (``[rows * shard_numel]``)."""
+    found = torch.zeros_like(parts)
+    table = found.view(rows, layout.shard_numel)
+    segments = parts_of(parts, replace(layout, world_size=rows))
+    for start, size, part in zip(layout.starts, layout.slices, segments, strict=True):
+        table.narrow(1, start, size).copy_(part.view(rows, size))
+    return found

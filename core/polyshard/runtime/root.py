@@ -64,6 +64,7 @@ class Root:
         peers: Peers | None = None,
         same_batch: Collectives | None = None,
         data_ranks: int | None = None,
+        shards_gradients: bool = False,
         owned: tuple[Collectives, ...] = (),
         owned_locally: Collection[torch.Tensor] = frozenset(),
     ) -> None:
@@ -86,8 +87,9 @@ class Root:
         #: Where masters hold other values than the trained ones: the context that the program entered, and what these
         #: are, for messages. None elsewhere.
         self.replaced: tuple[str, str] | None = None
-        #: False under ``no_sync``.
+        #: False under ``no_sync``, unless that reduces to shards.
         self.synchronises = True
+        self.shards_gradients = shards_gradients
         #: Whether backwards left what ``Root.settle`` ends before an optimizer steps, or what no step may pass over.
         self.awaits_optimizer = False
         #: Whether an optimizer of torch's has stepped over the model, which is told of each step then.

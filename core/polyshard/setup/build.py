@@ -129,7 +129,7 @@ class Build:
                     signature=signature,
                     parent=None if each.parent is None else made[each.parent],
                     reads_in_backward=each.reads_in_backward,
-                    releases_after_backward=self.plan.ranks.strategy.reshards_after_backward,
+                    releases_after_backward=not self.plan.ranks.keeps_parameters,
                 )
                 if each.parent is not None:
                     merge_on_use(made[each.module], made[each.parent])
@@ -192,6 +192,7 @@ class Build:
             peers=peers_of(groups.world) if config.check_ranks else None,
             same_batch=groups.batch,
             data_ranks=plan.ranks.cut.data_ranks,
+            shards_gradients=config.shard_gradients,
             owned=(*inner_owned, *self._owned),
             owned_locally=self._request.owned_locally.union(*(each.owned_locally for each in inner_roots)),
         )
@@ -243,7 +244,7 @@ class Build:
         return not (self._request.stays_on_meta and master.is_meta)
 
     def _reshard_policy(self, module: PlannedModule, unit: PlannedUnit) -> Reshard:
-        if not unit.is_cut:
+        if not unit.is_cut or self.plan.ranks.keeps_parameters:
             return Reshard.NEVER
         if unit.ranks.post_forward_size is not None:
             return Reshard.PARTLY

@@ -60,6 +60,8 @@ _LOGGER = logging.getLogger(__name__)
 
 #: The settings that ranks compare as they are; the others show in what they lead to.
 _COMPARED = (
+    "shard_parameters",
+    "shard_gradients",
     "reshard_after_forward",
     "forward_prefetch",
     "backward_prefetch",
