@@ -178,6 +178,17 @@ def test_every_call_trains_as_the_unsharded_model_on_its_own_batch(options: dict
         assert gathered == 0
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("chosen", [{"strategy": "zero1"}, {"strategy": "hfsdp", "shard_size": 2}], ids=str)
+def test_captured_steps_take_over_masters_that_the_step_before_wrote(chosen: dict[str, Any], microbatches: int) -> None:
+    if "shard_size" in chosen and WORLD_SIZE < 4:
+        pytest.skip("two groups of two ranks: POLYSHARD_RANKS_ON_ONE_GPU=4")
+    for loss, parameters, modes, _ in run(train, {"settings": chosen, "microbatches": microbatches}):
+        assert modes == ["warming_up"] * 3 + ["captured"] * 5
+        assert loss < 1e-12
+        assert parameters < 1e-10
+
+
 def between(rank: int, settings: dict[str, Any]) -> dict[str, float]:
     """Replays, with everything in between that eager code may do."""
     pair = Pair(rank, settings=settings)

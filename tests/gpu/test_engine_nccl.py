@@ -75,6 +75,19 @@ def test_training_equals_the_unsharded_model(strategy: str, offload: str) -> Non
         assert gathered == 0
 
 
+@pytest.mark.parametrize("chosen", [{"strategy": "zero1"}, {"strategy": "hfsdp"}, {"strategy": "hpz"}], ids=str)
+@pytest.mark.parametrize("precision", ["none", "bf16"])
+def test_strategies_with_parameters_of_their_own_train_alike(chosen: dict[str, Any], precision: str) -> None:
+    if chosen["strategy"] != "zero1":
+        if WORLD_SIZE < 4:
+            pytest.skip("two groups of two ranks: POLYSHARD_RANKS_ON_ONE_GPU=4")
+        chosen = {**chosen, "shard_size": 2}
+    dtype = torch.float64 if precision == "none" else torch.float32
+    for loss, _, parameters, _ in run(train, dtype, {}, {**chosen, "precision": precision}, True):
+        assert loss < (1e-12 if precision == "none" else 0.02)
+        assert parameters < 1e-10 or precision != "none"
+
+
 @pytest.mark.parametrize("kind", [{"recurrent": True}, {"recomputes": True}])
 def test_recurrent_and_recomputed_models_train_alike(kind: dict[str, bool]) -> None:
     for loss, _, parameters, gathered in run(train, torch.float64, kind, {}, False):

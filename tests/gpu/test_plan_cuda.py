@@ -60,7 +60,7 @@ class Tower(nn.Module):
 SETTINGS: dict[str, Any] = {"precision": "bf16", "policy": {"name": "module_class", "classes": Layer}}
 
 
-def peak_of_a_step(rank: int, recomputes: bool) -> int:
+def peak_of_a_step(rank: int, recomputes: bool, **settings: Any) -> int:
     """Most bytes of tensors on the device in the third step, and the workspaces that the first two left."""
     device = device_of(rank)
     # An earlier model, whose objects hold each other, would end in this one's step.
@@ -71,7 +71,7 @@ def peak_of_a_step(rank: int, recomputes: bool) -> int:
         model = Tower(recomputes)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
-        polyshard.shard(model, ShardConfig(device=device, **SETTINGS))
+        polyshard.shard(model, ShardConfig(device=device, **SETTINGS, **settings))
     optimizer = torch.optim.AdamW(polyshard.flat_parameters(model), fused=True)
     x = torch.zeros(ROWS, WIDTH, device=device)
     for turn in range(3):
@@ -98,6 +98,22 @@ def test_the_peak_of_a_step_is_the_planned_one(recomputes: bool) -> None:
     found = plan(ShardConfig(**SETTINGS), model, WORLD_SIZE, batch=batch, samples=ROWS, device=find_device("h200"))
     # What the process held before may contain the workspaces: 64 MiB of some 1.5 GiB.
     assert measured == [pytest.approx(found.peak_nbytes, rel=0.05)] * len(measured)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "full_shard", "hybrid", "hfsdp", "hpz"])
+def test_the_peak_of_each_strategy_is_the_planned_one(strategy: str) -> None:
+    """Of rank 0 of eight pretended ones."""
+    chosen: dict[str, Any] = {"strategy": strategy}
+    if strategy in ("hybrid", "hfsdp", "hpz"):
+        chosen["shard_size"] = 4
+    with torch.device("meta"):
+        model = Tower(recomputes=True)
+    batch = ShapedBatches.parse(f"float32[{ROWS},{WIDTH}]")
+    found = plan(ShardConfig(**SETTINGS, **chosen), model, 8, batch=batch, samples=ROWS, device=find_device("h200"))
+    measured = peak_of_a_step(0, True, collectives={"name": "fake", "world_size": 8}, **chosen)
+    # The workspaces of cuBLAS are in the plan, and in what was allocated before the step.
+    print(strategy, found.peak_nbytes, measured)
+    assert measured == pytest.approx(found.peak_nbytes, rel=0.02)
 
 
 def measured_links(rank: int) -> list[float]:
