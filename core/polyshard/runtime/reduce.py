@@ -47,8 +47,8 @@ class Contribution(NamedTuple):
     places: Sequence[object]
     """The places (``CommStreams.here``) at which the gradients were computed."""
     deliver: Callable[[torch.Tensor], object]
-    """Called with the reduced shard (``[shard_numel]``; among near ranks ``[rows * shard_numel]``), where operations are
-    ordered behind the reduction.
+    """Called with the reduced shard (``[shard_numel]``; among near ranks ``[rows * shard_numel]``), where operations
+    are ordered behind the reduction.
 
     Returns the tensors that it added it to, if any."""
     waiting: torch.Tensor | None = None
