@@ -67,9 +67,10 @@ def drawn(seed: int) -> Plan:
     settings.append(("batch_nbytes", pick.choice([0, 4096, "128 MiB"])))
     hybrid = replicas > 1 or pick.random() < 0.3
     if hybrid:
-        settings.append(("strategy", pick.choice(["hybrid_shard", "hybrid_shard_zero2"])))
+        joins = ["hfsdp", "hpz"] if shards > 1 else []
+        settings.append(("strategy", pick.choice(["hybrid_shard", "hybrid_shard_zero2", *joins])))
     else:
-        settings.append(("strategy", pick.choice(["full_shard", "shard_grad_op"])))
+        settings.append(("strategy", pick.choice(["full_shard", "shard_grad_op", "zero1"])))
     more: dict[str, Any] = {
         "replicate": ("dp_replicate",) if hybrid else (),
         "settings": tuple(settings),

@@ -41,6 +41,8 @@ SETTINGS = [
     (2, {"strategy": "no_shard"}),
     (4, {"strategy": "hybrid_shard", "shard_size": 2}),
     (2, {"offload": "cpu"}),
+    (2, {"strategy": "zero1"}),
+    (4, {"strategy": "hfsdp", "shard_size": 2}),
 ]
 EMA = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {

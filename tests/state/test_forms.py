@@ -23,6 +23,7 @@ SETTINGS = [
     {"strategy": "no_shard"},
     {"strategy": "hybrid_shard", "shard_size": 2},
     {"offload": "cpu"},
+    {"strategy": "hfsdp", "shard_size": 2},
 ]
 Made = tuple[Odd, torch.optim.Optimizer]
 
@@ -37,7 +38,7 @@ def made(rank: int, world: ThreadedWorld, seed: int, **settings: Any) -> Made:
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_what_a_plain_model_has_goes_in_and_comes_out(settings: dict[str, Any]) -> None:
     plain = plain_state()
-    ranks = 4 if settings.get("strategy") == "hybrid_shard" else 3
+    ranks = 4 if "shard_size" in settings else 3
 
     def body(rank: int, world: ThreadedWorld) -> list[Any]:
         model, optimizer = made(rank, world, 1, **settings)
