@@ -77,9 +77,9 @@ quick: $(READY)  ## run the tests that are quick
 test-nightly: $(READY)  ## run the tests that take minutes each
 	$(PY) -m pytest -m "nightly and not gpu and not faults and not downstream" --ignore tests/gpu $(PARALLEL) $(ARGS)
 
-test-faults: $(READY)  ## make each fault happen many times, and write docs/reliability.md; takes half an hour
+test-faults: $(READY)  ## make each fault happen many times, and write tests/faults/figures.md; takes half an hour
 	$(PY) -m pytest tests/faults -m "not gpu" $(ARGS)
-	$(PY) docs/draw_reliability.py
+	$(PY) tests/faults/draw_figures.py
 
 # Each in an environment of its own: what they pin does not fit together.
 TRAINERS ?= torchtitan torchtune trl verl olmo_core

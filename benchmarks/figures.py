@@ -3,7 +3,7 @@
     python benchmarks/figures.py
 
 Reads ``peers*.json`` and ``gathers.json`` in ``benchmarks/results/``. A file is one run. The chart is of the first of
-``peers*.json`` that has timed rows. The page has the runs of that run's day and later; the archive has the others. The
+``peers*.json`` that has timed rows. The page has the runs of that run's day and later. The
 README's chart is FSDP2's time of a step over polyshard's, with its defaults, for models of four sizes at one commit.
 """
 
@@ -21,17 +21,14 @@ from summary import COLUMNS, cells, train_table
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
-_PAGE = _ROOT / "docs" / "figures.md"
-_ARCHIVE = _ROOT / "docs" / "figures-archive.md"
+_PAGE = _ROOT / "benchmarks" / "figures.md"
 _CHART = _ROOT / "docs" / "peers.svg"
 _README_CHART = _ROOT / "docs" / "speedup.svg"
 #: The workloads of the README's chart, smallest model first, and how many parameters each has.
 _SIZES = {"host": "43 million", "300m": "322 million", "1b": "1.3 billion", "8b": "7.2 billion"}
 _FSDP2_COLOUR, _POLYSHARD_COLOUR, _OTHER_COLOUR = "#b45309", "#1d4ed8", "#9ca3af"
 BEGIN, END = markers("peers")
-OLD = markers("old peers")
 _SHOWN = ("ms a step", "host ms", "FSDP2 / it", "no comm / it", "peak GiB", "reserved GiB", "off FSDP2")
-_SHOWN_OF_OLD = ("ms a step", "FSDP2 / it", "peak GiB", "off FSDP2")
 
 
 def read_runs(folder: Path) -> dict[str, dict[str, Any]]:
@@ -60,19 +57,18 @@ def newest(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [name for name, report in runs.items() if report["environment"]["date"] >= day]
 
 
-def markdown(runs: Mapping[str, Mapping[str, Any]], old: bool = False) -> str:
-    """All tables of all runs; of ``old`` ones without the command, and with fewer columns."""
-    parts = [_of_run(name, report, old) for name, report in runs.items()]
+def markdown(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """All tables of all runs."""
+    parts = [_of_run(name, report) for name, report in runs.items()]
     return "\n\n".join(parts) if parts else "Not measured yet."
 
 
-def _of_run(name: str, report: Mapping[str, Any], old: bool) -> str:
-    command = "" if old else f"\n\n```\n{report['environment']['command']}\n```"
-    parts = [f"{source(report)}; [{name}](../benchmarks/results/{name}).{command}"]
+def _of_run(name: str, report: Mapping[str, Any]) -> str:
+    command = f"\n\n```\n{report['environment']['command']}\n```"
+    parts = [f"{source(report)}; [{name}](results/{name}).{command}"]
     described = report["settings"]["work"]
     parts += [
-        f"{described[workload]}:\n\n{_of_workload(peers, _SHOWN_OF_OLD if old else _SHOWN)}"
-        for workload, peers in report.get("summary", {}).items()
+        f"{described[workload]}:\n\n{_of_workload(peers)}" for workload, peers in report.get("summary", {}).items()
     ]
     for skipped in report["skipped"]:
         parts.append(
@@ -84,8 +80,8 @@ def _of_run(name: str, report: Mapping[str, Any], old: bool) -> str:
     return "\n\n".join(parts)
 
 
-def _of_workload(peers: Mapping[str, Mapping[str, Any]], shown: Sequence[str]) -> str:
-    places = [position for position, (heading, _) in enumerate(COLUMNS) if heading in shown]
+def _of_workload(peers: Mapping[str, Mapping[str, Any]]) -> str:
+    places = [position for position, (heading, _) in enumerate(COLUMNS) if heading in _SHOWN]
     lines = ["| |" + "".join(f" {COLUMNS[place][0]} |" for place in places), "|---" * (len(places) + 1) + "|"]
     for peer, figures in peers.items():
         if "error" not in figures:
@@ -112,7 +108,7 @@ def bandwidths(report: Mapping[str, Any]) -> str:
     ]
     versions = f"torch {found['torch']}, NCCL {found['nccl']}"
     made = f"{found['world_size']} x {found['device']}, {versions}, commit {found['commit'][:7]}, {found['date']}"
-    return f"{made}; [gathers.json](../benchmarks/results/gathers.json).\n\n" + "\n".join(table)
+    return f"{made}; [gathers.json](results/gathers.json).\n\n" + "\n".join(table)
 
 
 def _pyplot() -> Any:
@@ -233,7 +229,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=_RESULTS, help="folder of what peers.py wrote")
     parser.add_argument("--page", type=Path, default=_PAGE)
-    parser.add_argument("--archive", type=Path, default=_ARCHIVE, help="page of the runs of other commits")
     parser.add_argument("--chart", type=Path, default=_CHART)
     parser.add_argument("--readme-chart", type=Path, default=_README_CHART)
     given = parser.parse_args(arguments)
@@ -243,22 +238,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"nothing written: {given.results} has no peers*.json; see benchmarks/peers.py --help", file=sys.stderr)
         return 0
     now = {name: runs[name] for name in newest(runs)}
-    earlier = {name: report for name, report in runs.items() if name not in now}
     try:
         page = placed(given.page.read_text(encoding="utf-8"), markdown(now), (BEGIN, END))
         gathers = given.results / "gathers.json"
         if gathers.is_file():
             page = placed(page, bandwidths(json.loads(gathers.read_text(encoding="utf-8"))), markers("gathers"))
-        archive = (
-            placed(given.archive.read_text(encoding="utf-8"), markdown(earlier, old=True), OLD) if earlier else None
-        )
     except UnusablePageError as error:
         print(f"nothing written: {given.page}: {error}", file=sys.stderr)
         return 2
-    for path, text in ((given.page, page), (given.archive, archive)):
-        if text is not None:
-            path.write_text(text, encoding="utf-8")
-            print(path)
+    given.page.write_text(page, encoding="utf-8")
+    print(given.page)
     timed = _first_timed(runs)
     if timed is not None:
         draw(timed, given.chart)

@@ -1,4 +1,4 @@
-"""Tables in pages of the documentation: between two markers, so that a page has what a benchmark last found."""
+"""Tables in pages: between two markers, so that a page has what a benchmark last found."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from pages import markers, tell
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
-_PAGE = _ROOT / "docs" / "performance.md"
+_PAGE = _ROOT / "benchmarks" / "figures.md"
 _HEADINGS = {
     "fsdp2": "FSDP2",
     "fsdp2+compile": "FSDP2, compiled",
@@ -110,7 +110,7 @@ def markdown(runs: Mapping[str, Mapping[str, Any]]) -> str:
     if not runs:
         return "Not measured yet."
     first = next(iter(runs.values()))
-    files = ", ".join(f"[{name}](../benchmarks/results/{name})" for name in runs)
+    files = ", ".join(f"[{name}](results/{name})" for name in runs)
     rounds = statistics.median(report["settings"]["rounds"] for report in runs.values())
     commits = " and ".join(dict.fromkeys(commit_of(report["environment"]) for report in runs.values()))
     made = source(first).replace(commit_of(first["environment"]), commits)

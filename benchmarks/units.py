@@ -1,7 +1,7 @@
 """Which units ``budget`` makes of the models that ``peers.py`` trains, beside ``transformer``'s. Arithmetic: no ranks.
 
     python benchmarks/units.py                     # prints the table
-    python benchmarks/units.py --write             # and puts it into docs/policies.md
+    python benchmarks/units.py --write             # and puts it into benchmarks/figures-parts.md
 
 Models are on the meta device, units travel in bf16, and bytes are those of parameters, without padding. "At once" is
 what is gathered at most with one unit ahead (``Room``). "In latency" is the part of all gathers of one forward,
@@ -25,7 +25,7 @@ from polyshard_policies.module_class import Transformer
 from torch import nn
 from workloads import WORKLOADS, Block, LanguageModel
 
-PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
+PAGE = Path(__file__).with_name("figures-parts.md")
 BEGIN, END = markers("units")
 NAMES = ("host", "300m", "1b", "8b")
 _ITEMSIZE = 2

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).parents[1]
 # The checkout's modules, whatever else is installed.
@@ -21,6 +24,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 html_theme = "furo"
 html_title = f"polyshard {version}"
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 pygments_style, pygments_dark_style = "default", "monokai"
 highlight_language = "text"
 # Prompts are not copied with what is behind them.
@@ -54,3 +59,32 @@ autodoc_preserve_defaults = True
 # A class's page begins with what it is; how it is made stands in ``__init__``.
 autoclass_content = "both"
 napoleon_numpy_docstring = False
+
+
+def _cells(notebook: dict[str, Any]) -> str:
+    """The cells behind the title of ``notebook`` as Markdown, each with what it printed."""
+    parts = []
+    for cell in notebook["cells"][1:]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            # Links are those of a file in examples/.
+            parts.append(text.replace("](../docs/", "](").replace("](recipes/README.md)", "](recipes.md)"))
+        else:
+            printed = "".join(line for each in cell["outputs"] for line in each.get("text", []))
+            parts.append(f"```python\n{text}\n```")
+            parts += [f"```text\n{printed}```"] if printed else []
+    return "\n\n".join(parts)
+
+
+def _prepare(app: Any, page: str, source: list[str]) -> None:
+    if page == "notebook":
+        path = _ROOT / "examples" / "without_gpus.ipynb"
+        app.env.note_dependency(path, docname=page)
+        source[0] += _cells(json.loads(path.read_text(encoding="utf-8")))
+    # Markdown outside of this folder is no page of the site: what links to it becomes a download.
+    source[0] = re.sub(r"\]\((\.\./[\w./-]+\.md)(?:#[\w-]*)?\)", r"](path:\1)", source[0])
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", _prepare)

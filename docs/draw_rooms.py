@@ -1,15 +1,11 @@
-"""Draws docs/rooms.svg, which room imports which, and writes the list of files into docs/architecture.md.
+"""Draws docs/rooms.svg: the rooms of docs/architecture.md, and which imports which, as grimp reads it off the code.
 
-    python docs/draw_rooms.py
-
-Both are read off the code: imports by grimp, and the first sentence of each file's docstring. A test compares them.
+python docs/draw_rooms.py
 """
 
 from __future__ import annotations
 
-import ast
 import json
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -18,55 +14,38 @@ import matplotlib
 
 ROOT = Path(__file__).parents[1]
 PICTURE = Path(__file__).with_name("rooms.svg")
-PAGE = Path(__file__).with_name("architecture.md")
 
-#: From top to bottom, each room with its folder and what it is about. A room imports only rooms below it.
+#: From top to bottom, each room with its folders and files. A room imports only rooms below it.
 ROOMS = {
-    "tools": ("tools/polyshard_tools", "the command line; plans and forecasts, the doctor, explanations, templates"),
-    "faces": ("faces", "drop-ins for PyTorch's FSDP1 and FSDP2; both enter the engine by `extension.py`"),
-    "integrations": ("integrations", "trainers, and weights in Hugging Face files"),
-    "testing": ("testing/polyshard_testing", "the conformance suites that plugin authors run"),
-    "plugins": (
-        ("backends", "policies", "plugins"),
-        "collectives; policies; precision, offload and listeners. Core knows them by name only",
-    ),
-    "polyshard": (
-        tuple(f"core/polyshard/{name}.py" for name in ("__init__", "monitor", "preemption")),
-        "public names; a whole job: replicas that differ, ranks that are slow, ends that a signal asks for",
-    ),
-    "checkpoint": ("core/polyshard/checkpoint", "checkpoints: saving, loading, folders"),
-    "optim": ("core/polyshard/optim", "optimizers that need whole tensors; averages of weights"),
-    "capture": ("core/polyshard/capture", "the whole step as one CUDA graph"),
-    "pipelining": (("core/polyshard/pipelining.py",), "models that are stages of a pipeline"),
-    "state": ("core/polyshard/state", "state of models and optimizers as objects"),
-    "api": (
-        ("core/polyshard/api.py", "core/polyshard/extension.py", "core/polyshard/inspect"),
-        "the public functions, the one door, and the one way to extend",
-    ),
-    "setup": ("core/polyshard/setup", "one request: plugins, plan, agreement of ranks, build"),
-    "functions": ("core/polyshard/functions", "a sharded model between steps, for our functions and torch's"),
-    "runtime": ("core/polyshard/runtime", "forward and backward"),
-    "planning": ("core/polyshard/planning", "which parameters form units, and where they lie; reads, changes nothing"),
-    "registry": ("core/polyshard/registry", "from a name to a plugin"),
-    "listeners": (
-        tuple(f"core/polyshard/{name}.py" for name in ("events", "hookspecs")),
-        "the hooks of listeners, and their calls",
-    ),
-    "config": ("core/polyshard/config", "settings, and where each came from"),
-    "io": ("core/polyshard/io", "bytes of tensors in files, and ranges of their elements"),
-    "interfaces": ("core/polyshard/interfaces", "the contracts that plugins implement"),
-    "base": (
-        tuple(f"core/polyshard/{name}.py" for name in ("_torch_private", "_version", "errors", "nested")),
-        "errors, walks of nested values, private names of torch",
-    ),
+    "tools": ("tools/polyshard_tools",),
+    "faces": ("faces",),
+    "integrations": ("integrations",),
+    "testing": ("testing/polyshard_testing",),
+    "plugins": ("backends", "policies", "plugins"),
+    "polyshard": tuple(f"core/polyshard/{name}.py" for name in ("__init__", "monitor", "preemption")),
+    "checkpoint": ("core/polyshard/checkpoint",),
+    "optim": ("core/polyshard/optim",),
+    "capture": ("core/polyshard/capture",),
+    "pipelining": ("core/polyshard/pipelining.py",),
+    "state": ("core/polyshard/state",),
+    "api": ("core/polyshard/api.py", "core/polyshard/extension.py", "core/polyshard/inspect"),
+    "setup": ("core/polyshard/setup",),
+    "functions": ("core/polyshard/functions",),
+    "runtime": ("core/polyshard/runtime",),
+    "planning": ("core/polyshard/planning",),
+    "registry": ("core/polyshard/registry",),
+    "listeners": tuple(f"core/polyshard/{name}.py" for name in ("events", "hookspecs")),
+    "config": ("core/polyshard/config",),
+    "io": ("core/polyshard/io",),
+    "interfaces": ("core/polyshard/interfaces",),
+    "base": tuple(f"core/polyshard/{name}.py" for name in ("_torch_private", "_version", "errors", "nested")),
 }
 
 
 def files(room: str) -> list[Path]:
     """The Python files of ``room``, relative to the checkout."""
-    folders = ROOMS[room][0]
     found: list[Path] = []
-    for folder in (folders,) if isinstance(folders, str) else folders:
+    for folder in ROOMS[room]:
         inside = [ROOT / folder] if folder.endswith(".py") else (ROOT / folder).rglob("*.py")
         found += [path.relative_to(ROOT) for path in inside]
     return sorted(found)
@@ -85,36 +64,10 @@ def imports() -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def listing() -> str:
-    """One line a file, room by room, as Markdown."""
-    lines: list[str] = []
-    for room, (folders, about) in ROOMS.items():
-        where = (folders,) if isinstance(folders, str) else folders
-        shown = "" if where[0].endswith(".py") else f" (`{'`, `'.join(where)}`)"
-        lines += [f"**{room}**{shown}: {about}.", ""]
-        for path in files(room):
-            said = _first_sentence(ROOT / path)
-            if said:
-                inside = path.as_posix() if not isinstance(folders, str) else path.relative_to(folders).as_posix()
-                lines.append(f"- `{inside}`: {said}")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def page(text: str) -> str:
-    """``text`` of the architecture page with today's list of files."""
-    return re.sub(r"(<!-- files -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}\n{listing()}\n{m[2]}", text, flags=re.S)
-
-
 def _module(path: Path) -> str:
     parts = list(path.with_suffix("").parts)
     start = next(index for index, part in enumerate(parts) if part.startswith("polyshard"))
     return ".".join(part for part in parts[start:] if part != "__init__")
-
-
-def _first_sentence(path: Path) -> str:
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return re.split(r"(?<=[.])\s", " ".join(text.partition("\n\n")[0].split()), maxsplit=1)[0].rstrip(".")
 
 
 def draw(counts: dict[str, int]) -> None:
@@ -144,4 +97,3 @@ def draw(counts: dict[str, int]) -> None:
 
 if __name__ == "__main__":
     draw(imports())
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

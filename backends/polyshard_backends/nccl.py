@@ -29,7 +29,7 @@ from .tensors import (
 
 MIB = 2**20
 #: MiB of a whole unit from which on its gather buffer is registered with NCCL: gathers of 4 MiB are no faster so, those
-#: of 69 MiB by a quarter on two GPUs (docs/figures.md, "Gathers and reductions alone").
+#: of 69 MiB by a quarter on two GPUs (benchmarks/figures.md, "Gathers and reductions alone").
 SMALLEST_REGISTERED_MIB = 16
 #: Results of fewer elements are summed by torch: starting the kernel would cost the host more than it saves the device.
 LONG_ROW = 1 << 22

@@ -22,7 +22,7 @@ from .places import Place, obstacle
 from .process_group import SharedGroups
 
 #: MiB of a whole unit from which on copy engines move what it sends. Below, two barriers of all ranks cost more than
-#: the multiprocessors that the copies leave to computation (docs/figures.md, "Gathers and reductions alone").
+#: the multiprocessors that the copies leave to computation (benchmarks/figures.md, "Gathers and reductions alone").
 SMALLEST_COPIED_MIB = 32
 #: Buffers in symmetric memory.
 _ROLES = (BufferRole.GATHER, BufferRole.REDUCE)

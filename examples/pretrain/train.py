@@ -1,4 +1,4 @@
-"""Pretrains a Llama on local text, sharded by polyshard. Launched by torchrun; ``docs/pretrain.md`` shows how."""
+"""Pretrains a Llama on local text, sharded by polyshard. Launched by torchrun; ``README.md`` shows how."""
 
 from __future__ import annotations
 

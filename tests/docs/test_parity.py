@@ -1,4 +1,4 @@
-"""docs/parity.md has every one of PyTorch's FSDP tests, and names tests that are there."""
+"""tests/fsdp/parity.md has every one of PyTorch's FSDP tests, and names tests that are there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "parity.md"
+PAGE = ROOT / "tests" / "fsdp" / "parity.md"
 HEADER = ["PyTorch's test", "What it asserts", "Test here", "Where", "Reference, differences"]
 _NODE = re.compile(r"`(tests/[\w/]+\.py)((?:::\w+)*)`")
 _PLACE = re.compile(r"(CPU|GPU)(?: (gloo|nccl))? [12]")

@@ -1,4 +1,4 @@
-"""``docs/reliability.md``: its figures are those that were taken, and its tests exist."""
+"""``docs/reliability.md`` and the list of integrations: figures are those that were taken, and tests exist."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PAGE = ROOT / "docs" / "reliability.md"
 
 
 def test_the_table_of_figures_is_that_of_the_results() -> None:
-    spec = importlib.util.spec_from_file_location("draw_reliability", ROOT / "docs" / "draw_reliability.py")
+    spec = importlib.util.spec_from_file_location("draw_figures", ROOT / "tests" / "faults" / "draw_figures.py")
     assert spec is not None
     assert spec.loader is not None
     draw = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(draw)
-    page = PAGE.read_text()
+    page = draw.PAGE.read_text()
     assert page == draw.drawn(page, json.loads(draw.RESULTS.read_text()))
 
 
@@ -33,7 +33,7 @@ def test_every_fault_names_tests_that_exist() -> None:
             assert (ROOT / name).is_file(), name
 
 
-INTEGRATIONS = ROOT / "docs" / "integrations.md"
+INTEGRATIONS = ROOT / "tests" / "integrations" / "README.md"
 
 _NAMED_TEST = re.compile(r"(transformers|accelerate|peft|safetensors|lightning|torchdata|tensorboard|torch) (\d[\w.]*)")
 

@@ -1,4 +1,4 @@
-"""What the faults came to, written down for ``docs/reliability.md``."""
+"""What the faults came to, written down for ``figures.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/fsdp2.md names tests that are there, and says something of each of FSDP2's names."""
+"""differences.md names tests that are there, and says something of each of FSDP2's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed.fsdp as theirs
 from polyshard_fsdp2 import FSDPModule, fully_shard
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "fsdp2.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).with_name("differences.md").read_text(encoding="utf-8")
 _TEST = re.compile(r"`(test_\w+\.py)::(?:test_(?:on_ranks|beside_torch)\[)?(\w+)\]?`")
 _ROWS = re.findall(r"^\| (?!what |---)(.*) \|$", PAGE, re.MULTILINE)
 

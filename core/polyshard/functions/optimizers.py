@@ -204,7 +204,7 @@ def _refuse_adafactor(optimizer: torch.optim.Optimizer, first: ParameterLocation
         raise UnsupportedError(
             f"torch.optim.Adafactor cannot step the DTensor '{first.name}' (rank {first.root.rank}): torch has no way "
             "to change the norm of one in place. Use another optimizer, such as a subclass of "
-            "polyshard.optim.WholeTensorOptimizer (docs/own-optimizers.md has Adafactor), or strategy='no_shard'."
+            "polyshard.optim.WholeTensorOptimizer (docs/optimizers.md has Adafactor), or strategy='no_shard'."
         )
 
 

@@ -2,7 +2,7 @@
 
 The momentum and the step read and write each element once, and compute in fp32. Of ``A A^T`` one half is the other:
 blocks below the diagonal are computed and written twice, which takes 0.55 to 0.85 of the time of cuBLAS's whole product
-on an H200, with the same bits (docs/figures-parts.md, "Muon").
+on an H200, with the same bits (benchmarks/figures-parts.md, "Muon").
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ What they gain is in docs/performance.md.
 from __future__ import annotations
 
 #: Elements from which a part is made: 4 MiB in a 16-bit dtype. Gathers of less take as long as their latency, so that
-#: dividing them would only add one (docs/figures.md, "Gathers and reductions alone").
+#: dividing them would only add one (benchmarks/figures.md, "Gathers and reductions alone").
 SMALLEST_SPLIT = 1 << 21
 #: The most module states that are gathered together. Fewer launches than one for so many save the host little.
 LARGEST_BATCH = 16

@@ -173,7 +173,7 @@ def _h200(ranks: int, gather: tuple[float, float, float], reduction: tuple[float
         Link(operation, ranks, latency * 1e-6, rate * 1e9, member_s=member * 1e-6, interference=delays)
         for operation, (latency, rate, delays), member in (
             # Several gathers in one launch take some 20 microseconds more for each further one:
-            # docs/figures-archive.md, "Failed ideas".
+            # benchmarks/failed-ideas.md, "Host time".
             (Operation.ALL_GATHER, gather, 20.0),
             (Operation.REDUCE_SCATTER, reduction, 0.0),
         )

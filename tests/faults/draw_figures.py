@@ -1,6 +1,6 @@
-"""Writes the table of figures in ``reliability.md`` from what ``make test-faults`` left in ``build/faults``.
+"""Writes the table of ``figures.md`` from what ``make test-faults`` left in ``build/faults``.
 
-    python docs/draw_reliability.py
+    python tests/faults/draw_figures.py
 
 What was not run stays as ``benchmarks/results/faults.json`` has it.
 """
@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "faults.json"
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = Path(__file__).with_name("figures.md")
 BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->\n"
 
 #: What each record is about, in the order of the table.
