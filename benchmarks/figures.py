@@ -128,7 +128,7 @@ def _pyplot() -> Any:
 def _save(figure: Any, title: str, source: str, chart: Path) -> None:
     """Put the title above and where the figures come from below, write the file, and let go of the figure."""
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    figure.text(0.01, 0.005, source, fontsize=7, color="#555555")
+    figure.text(0.01, 0.005, source, fontsize=7, color="#555555", va="bottom")
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     chart.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(chart, metadata={"Date": None})
