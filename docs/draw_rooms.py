@@ -1,6 +1,8 @@
 """Draws docs/rooms.svg: the rooms of docs/architecture.md, and which imports which, as grimp reads it off the code.
 
-python docs/draw_rooms.py
+    python docs/draw_rooms.py
+
+A test compares the picture with the code.
 """
 
 from __future__ import annotations
