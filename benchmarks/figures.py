@@ -181,16 +181,17 @@ def draw_speedups(runs: Mapping[str, Mapping[str, Any]], chart: Path) -> None:
     Of the runs of the first one's commit. Nothing is drawn where a model was not measured.
     """
     made = next(iter(runs.values()))["environment"]
-    found = {
-        workload: peers["polyshard"]["speed_to_fsdp2"]
+    measured = {
+        workload: peers["polyshard"]
         for report in runs.values()
         if report["environment"].get("commit") == made.get("commit")
         for workload, peers in report["summary"].items()
         if "speed_to_fsdp2" in peers.get("polyshard", {})
     }
-    if not found.keys() >= _SIZES.keys():
+    if not measured.keys() >= _SIZES.keys():
         return
-    speeds = [found[workload] for workload in _SIZES]
+    speeds = [measured[workload]["speed_to_fsdp2"] for workload in _SIZES]
+    rounds = sorted({measured[workload]["rounds"] for workload in _SIZES})
     figure, axes = _pyplot().subplots(figsize=(7.2, 2.7))
     places = range(len(speeds))[::-1]
     medians = [speed["median"] for speed in speeds]
@@ -205,7 +206,8 @@ def draw_speedups(runs: Mapping[str, Mapping[str, Any]], chart: Path) -> None:
     axes.set_xlim(0, max(speed["max"] for speed in speeds) + 0.35)
     axes.set_xlabel("steps in the time of one step of FSDP2; longer is better")
     told = f"{made['world_size']} x {made['device']}, torch {made['torch']}, {commit_of(made)}"
-    defaults = "polyshard's defaults, medians and range of 3 rounds."
+    counted = " to ".join(str(number) for number in rounds)
+    defaults = f"polyshard's defaults, medians and range of {counted} rounds."
     _save(figure, "Training speed beside FSDP2's", f"{defaults}\n{told}", chart)
 
 
