@@ -96,13 +96,27 @@ def allocation_of(unit: Gatherable) -> AbstractContextManager[Any]:
     return (unit.source.group or unit.ranks.world).allocation(BufferRole.GATHER, unit.buffer.nbytes)
 
 
+def start_masters(units: Sequence[Gatherable]) -> Sequence[Work]:
+    """Start making secondary shards anew that masters have left behind. Gathers of ``units`` follow the works."""
+    stale = [(unit, of) for unit in units if (of := unit.source.masters) is not None and not of.current]
+    works: list[Work] = []
+    try:
+        for unit, masters in stale:
+            works.append(masters.distribute(unit))
+    except BaseException:
+        wait_quietly(works)
+        raise
+    for _, masters in stale:
+        masters.current = True
+    return works
+
+
 def start_gathers(units: Sequence[Gatherable]) -> Sequence[Work]:
     """Write the own slices into attached buffers, and start the gathers: one launch for each group of ranks,
     in the order in which the groups come up.
 
     ``end_gather`` follows for each unit, where operations are ordered behind the returned works.
     """
-    _distribute_masters(units)
     if len(units) == 1:
         return (_start_one(units[0]),)
     # As ``alike`` does, without a call.
@@ -121,22 +135,6 @@ def start_gathers(units: Sequence[Gatherable]) -> Sequence[Work]:
         wait_quietly(works)
         raise
     return works
-
-
-def _distribute_masters(units: Sequence[Gatherable]) -> None:
-    """Make secondary shards that masters have left behind anew. Gathers that follow here read them."""
-    stale = [(unit, of) for unit in units if (of := unit.source.masters) is not None and not of.current]
-    works: list[Work] = []
-    try:
-        for unit, masters in stale:
-            works.append(masters.distribute(unit))
-        for work in works:
-            work.wait()
-    except BaseException:
-        wait_quietly(works)
-        raise
-    for _, masters in stale:
-        masters.current = True
 
 
 def wait_quietly(works: Iterable[Work]) -> None:

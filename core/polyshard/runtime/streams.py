@@ -50,7 +50,7 @@ from ..errors import CollectiveAbortedError, CollectiveError, CollectiveTimeoutE
 from ..interfaces import Clock, Collectives, StreamClock, Work
 from ..planning.groups import ThenAllReduce, ThenToOwners
 from .buffers import FlatBuffer, SecondaryShard
-from .gather import Gatherable, allocation_of, end_gather, start_gathers, wait_quietly
+from .gather import Gatherable, allocation_of, end_gather, start_gathers, start_masters, wait_quietly
 from .recorder import Issued, Recorder
 
 _HERE: AbstractContextManager[Any] = nullcontext()
@@ -171,6 +171,12 @@ class HostStreams(CommStreams):
         self._gathers: dict[FlatBuffer, _Batch] = {}
 
     def gather(self, units: Sequence[Gatherable]) -> None:
+        masters, entry = start_masters(units), self.recorder.last
+        if masters:
+            self._end(masters, entry)
+            if entry is not None:
+                # The gather itself is still to come.
+                entry.ended = None
         for unit in units:
             unit.buffer.attach()
         batch = _Batch([(unit, unit.buffer) for unit in units], start_gathers(units), self.recorder.last)
@@ -321,6 +327,8 @@ class CudaStreams(CommStreams):
             for unit in units:
                 with allocation_of(unit):
                     unit.buffer.attach()
+            for work in start_masters(units):
+                work.wait()
             for work in start_gathers(units):
                 work.wait()
             for unit in units:
