@@ -367,6 +367,10 @@ def test_what_a_program_writes_between_backwards_is_seen_by_the_next_forward(
             elif how == "local":
                 for parameter in mine.parameters():
                     parameter.to_local().mul_(2.0)
+            elif how == "data behind an evaluation":
+                mine(draw(4, 3))
+                for parameter in mine.parameters():
+                    parameter.data.mul_(2.0)
             elif how == "load":
                 mine.load_state_dict(changed.state_dict())
             else:
@@ -376,7 +380,7 @@ def test_what_a_program_writes_between_backwards_is_seen_by_the_next_forward(
 
     def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
         found = []
-        for how in ("parameters", "local", "load", "whole"):
+        for how in ("parameters", "local", "data behind an evaluation", "load", "whole"):
             mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
             optimizer = torch.optim.SGD(mine.parameters(), lr=0.0)
             square_step(mine, 0, rank)
