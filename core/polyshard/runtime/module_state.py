@@ -327,7 +327,7 @@ class ModuleState:
                 unit.reshard()
             else:
                 unit.retain()
-            if unit.ranks.route is not None:
+            if unit.ranks.route is not None or not self.releases_by_default:
                 unit.outlive()
 
     def keep_gathered(self, keeps: bool) -> None:

@@ -619,9 +619,8 @@ class Unit(ABC):
                 self.fresh = Fresh.RETAINED
 
     def outlive(self) -> None:
-        """A backward ended: the secondary shard serves later forwards too, until an optimizer steps."""
-        if self.prepared and self._shards.masters is not None:
-            self._outlives = self.root.awaits_optimizer = True
+        """A backward ended: what is left of its parameters serves the next forward too, unless an optimizer steps."""
+        self._outlives = self.root.awaits_optimizer = True
 
     def outdate(self) -> None:
         """The master gets other values: parameters that are retained, or kept in part, are gathered again at their next
@@ -636,17 +635,16 @@ class Unit(ABC):
 
     def expire(self) -> None:
         """A new step begins: parameters that stayed gathered may be older than the master, and are gathered again."""
-        masters = self._shards.masters
-        if masters is not None or not self.module_state.releases_after_backward:
+        module_state = self.module_state
+        chosen = self._shards.masters is not None or not module_state.releases_by_default
+        if chosen or not module_state.releases_after_backward:
             # What programs write to parameters between backwards is seen by the counters of these. Not by them is seen
-            # what ``.data`` hides, as in updates that are written by hand: these have no optimizer.
+            # what ``.data`` hides, as in updates that are written by hand: these have no optimizer, or no backward.
             before, self._versions = self._versions, self.originals.versions
-            unseen = self.module_state.releases_by_default is self.module_state.releases_after_backward
-            if before != self._versions or (unseen and not self.root.stepped):
-                self.outdate()
-        if masters is not None:
-            masters.current &= self._outlives
+            lasts = self._outlives and self.root.stepped
             self._outlives = False
+            if before != self._versions or (chosen and not lasts):
+                self.outdate()
         if self.permanent:
             self.places.clear()
         elif self.fresh is Fresh.AHEAD:
