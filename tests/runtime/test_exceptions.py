@@ -122,6 +122,11 @@ def failing_then_right(break_it: Callable[[nn.Module], None], in_backward: bool 
                     module.raises = None
             # What a backward that raised left in .grad is undefined, unsharded too.
             model.zero_grad()
+            # Not lost with what was whole.
+            model.load_state_dict(model.state_dict())
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
         return square_step(model, turn, rank)
 
     return step

@@ -508,13 +508,10 @@ def _step(drawn: random.Random, world_size: int, optimizer: str, free: bool, alo
         ways = tuple(tuple(_alike(segment, world_size) for segment in way) for way in ways)
     reentrant = any(segment.reentrant for way in ways for segment in way)
     possible = [event for event in Event if "FREEZE" not in event.name or optimizer in ("momentum", "adamw")]
-    if any(Use.PASS in its for way in ways for segment in way for its in segment.uses):
-        # Behind a backward that failed there is no agreement before the next forward.
-        possible.remove(Event.FAIL)
     events = drawn.sample(possible, drawn.choice((0, 0, 0, 1, 1, 2)))
     return Step(
-        # Behind these comes the next forward: modules may show whole parameters until then.
-        events=tuple(sorted(events, key=(Event.UNUSED, Event.FAIL).__contains__)),
+        # Behind it comes the next forward: FSDP2's modules may hold whole parameters until then.
+        events=tuple(sorted(events, key=(Event.UNUSED,).__contains__)),
         turn=turn,
         ways=ways,
         # One tensor a unit is decayed as a whole, so that all of a unit must be used or nothing.

@@ -666,9 +666,16 @@ class Root:
             unit.gradients.discard_sums()
 
     def tell_failed_backward(self, reference: object) -> None:
-        """Let other ranks know what the backward of ``reference`` raises, if autograd gave up the one that runs."""
+        """Let other ranks know what the backward of ``reference`` raises, if autograd gave up the one that runs.
+
+        Modules hold the originals again: a program that catches the error may read and change them. All else waits for
+        ``abandon``, since communications in flight may wait for ranks that have not heard of it.
+        """
         if reference is not self._backward_may_end or self.phase is not Phase.BACKWARD:
             return
+        if self.active is None:
+            for unit in self.units:
+                unit.conceal()
         if not _torch_private.when_backward_raises(self.recorder.post_error):
             self.recorder.post_error(StateError(f"A backward raised on rank {self.rank}, whose output has the error."))
 

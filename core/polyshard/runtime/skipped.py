@@ -36,6 +36,7 @@ def agree_on_use(root: Root, model: nn.Module, uses: Mapping[nn.Module, bool]) -
         UnsupportedError: a wrapper of ``polyshard_fsdp`` is inside of one.
         RankMismatchError: ranks gave other modules.
     """
+    root.leave_failed_backward()
     try:
         if root.phase is not Phase.IDLE:
             raise StateError(
