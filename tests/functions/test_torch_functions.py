@@ -18,6 +18,7 @@ from parity import (
     Block,
     Net,
     assert_all_close,
+    assert_parity,
     draw,
     on_ranks,
     seeded,
@@ -287,6 +288,26 @@ def test_gradients_of_parameters_come_by_backward_alone() -> None:
         square_step(model, 0, rank)
 
     on_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("to_input", [False, True])
+def test_a_backward_to_parameters_that_some_ranks_used(to_input: bool) -> None:
+    """On the others it comes through nothing of the model, or to the input alone."""
+
+    class Dropping(Net):
+        def forward(self, x: torch.Tensor, drops: bool = False) -> torch.Tensor:
+            x = self.first(x)
+            y = self.blocks[0](x)
+            return self.last(x if drops else y)
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
+        loss = model(x, drops=rank > 0).square().mean()
+        weight: Any = model.get_parameter("blocks.0.up.weight")
+        polyshard.backward(loss, inputs=[weight, x] if to_input else [weight])
+        return [loss.detach()] if x.grad is None else [loss.detach(), x.grad]
+
+    assert_parity(seeded(Dropping), step, settings=BLOCKS)
 
 
 def test_penalties_of_parameters_count_in_the_loss() -> None:

@@ -386,7 +386,6 @@ def draw_program(number: int) -> Program:
     alone = policy != "never" and not tied
     steps = tuple(_step(drawn, world_size, optimizer, free, alone) for _ in range(STEPS))
     saves = sum(event is Event.SAVE for step in steps for event in step.events)
-    some = any(step.turn is Turn.PARAMETERS for step in steps)
     # Of one tensor all must have gradients or nothing, and penalties read lists of modules that are gathered once.
     single = flat or any(step.turn is Turn.PENALTY for step in steps)
     return Program(
@@ -395,8 +394,7 @@ def draw_program(number: int) -> Program:
         settings=_settings(drawn, world_size, family, single),
         policy=policy,
         optimizer=optimizer,
-        # Of a backward of some parameters, one is every rank's.
-        frozen=drawn.choice((*(None,) * 6, "blocks.1", "blocks.0.up", "first", *(() if some else ("last",)))),
+        frozen=drawn.choice((*(None,) * 6, "blocks.1", "blocks.0.up", "first", "last")),
         tied=tied,
         nested=drawn.random() < 0.3,
         family=family,

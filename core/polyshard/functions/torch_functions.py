@@ -8,8 +8,8 @@ of a backward, its hooks and autograd's callbacks tell.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from weakref import WeakSet
 
 import torch
@@ -91,8 +91,11 @@ def backward(
         tensors, grad_tensors, retain_graph, create_graph: As of ``torch.autograd.backward``.
         inputs: The tensors and parameters whose gradients are added up; all that ``tensors`` depend on where None.
     """
-    leaves = None if inputs is None else _leaves_of(inputs)
-    torch.autograd.backward(tensors, grad_tensors, retain_graph, create_graph, inputs=leaves)  # type: ignore[arg-type, unused-ignore]
+    leaves, roots = (None, []) if inputs is None else _leaves_of(inputs)
+    with ExitStack() as named:
+        for each in roots:
+            named.enter_context(each.backward_to_named())
+        torch.autograd.backward(tensors, grad_tensors, retain_graph, create_graph, inputs=leaves)  # type: ignore[arg-type, unused-ignore]
     for reference in live_roots.references:
         root = reference()
         # A backward inside of another one ends with that.
@@ -100,11 +103,13 @@ def backward(
             root.end_inner_backward()
 
 
-def _leaves_of(inputs: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``inputs`` of a backward, with the gathered parameters that computed in the place of sharded ones.
+def _leaves_of(inputs: torch.Tensor | Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Iterable[Root]]:
+    """``inputs`` of a backward, with the gathered parameters that computed in the place of sharded ones; their roots.
 
     Autograd knows of no other, and would leave sharded parameters without a gradient.
     """
     given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    found = zip(live_roots.find(given), given, strict=True)
-    return [leaf for place, tensor in found for leaf in ((tensor,) if place is None else place.leaves or (tensor,))]
+    places = live_roots.find(given)
+    found = zip(places, given, strict=True)
+    leaves = [leaf for place, tensor in found for leaf in ((tensor,) if place is None else place.leaves or (tensor,))]
+    return leaves, dict.fromkeys(place.root for place in places if place is not None)

@@ -96,6 +96,8 @@ class Root:
         self.stepped = False
         #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.
         self.accumulates = False
+        # Whether every rank's backward that begins now does, whatever its graph reaches.
+        self._named = False
         self.check_ranks = check_ranks
         self._always = check_ranks == "always"
         #: Ranks compare each collective, always or until the first backward has ended; None for no comparison.
@@ -374,7 +376,7 @@ class Root:
             self._refuse_outdated()
         self.phase = Phase.BACKWARD
         self._unfollowed = False
-        self.accumulates = any(
+        self.accumulates = self._named or any(
             leaf.requires_grad and _torch_private.will_accumulate(leaf)
             for module_state in reversed(self.module_states)
             for unit in module_state.units
@@ -457,12 +459,27 @@ class Root:
             for unit in pending:
                 unit.discard_gradients()
             raise
+        self._follow_last_forward()
+
+    def _follow_last_forward(self) -> None:
+        """A backward that came through no output, as other ranks' does that followed the last forward's record."""
         self.phase = Phase.BACKWARD
         self.accumulates = True
-        # Ranks whose backward came through outputs follow it, too.
         self._backward_order.begin(self.forward_record)
         self.forward_record.followed = True
         self.end_backward()
+
+    @contextmanager
+    def backward_to_named(self) -> Iterator[None]:
+        """Inside, a backward to parameters that all ranks named: each takes part, whichever its graph reaches."""
+        self.leave_failed_backward()
+        before, self._named = self._backward_may_end, True
+        try:
+            yield
+        finally:
+            self._named = False
+        if self._backward_may_end is before and self.phase is Phase.IDLE and self.forward_record.records:
+            self._follow_last_forward()
 
     def arrive(self, forward_record: ForwardRecord[ModuleState], point: Point[ModuleState]) -> bool:
         """Do everything that the backward order has before ``point``, whichever outputs this rank used.
