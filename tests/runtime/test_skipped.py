@@ -8,7 +8,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, assert_parity, draw, is_sharded, on_ranks, seeded, sharded_copy, units_of
+from parity import Block, Net, assert_parity, draw, is_sharded, on_ranks, seeded, sharded_copy, units_of
 from polyshard.errors import ConfigError, RankMismatchError, StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -96,6 +96,39 @@ BLOCKS, TOWER = units_of(Block), units_of(Block, Tower)
 def test_images_on_some_ranks(recomputes: bool, settings: dict[str, Any]) -> None:
     """A tower of several units; drawn programs pass single ones by."""
     assert_parity(seeded(lambda: VisionLanguage(recomputes)), step_of(TURNS), 3, len(TURNS), adamw, settings)
+
+
+class Nested(Net):
+    """Blocks under one re-entrant checkpoint each, and one around them; some ranks pass the first by."""
+
+    def forward(self, x: torch.Tensor, uses: bool = True) -> torch.Tensor:
+        def one(index: int, y: torch.Tensor) -> torch.Tensor:
+            if uses or index:
+                output: torch.Tensor = self.blocks[index](y)
+                return output
+            polyshard.skip(self.blocks[0])
+            return y * 1.0
+
+        def run(y: torch.Tensor) -> torch.Tensor:
+            for index in range(3):
+                y = checkpoint(one, index, y, use_reentrant=True)
+            return y
+
+        return self.last(checkpoint(run, self.first(x), use_reentrant=True))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_modules_passed_by_under_nested_checkpoints() -> None:
+    def step(model: Any, turn: int, rank: int) -> list[torch.Tensor]:
+        # In the last turn nobody uses it.
+        uses = rank > turn
+        if is_sharded(model):
+            polyshard.agree_on_use(model, {model.blocks[0]: uses})
+        loss = model(draw(4, 3, turn=turn, rank=rank, requires_grad=True), uses).square().mean()
+        loss.backward()
+        return [loss.detach()]
+
+    assert_parity(seeded(Nested), step, 3, 3, settings={"policy": BLOCKS})
 
 
 def told_of(rank: int, world: ThreadedWorld, wrong: Callable[[nn.Module, int], Any], make: Any = VisionLanguage) -> str:

@@ -544,15 +544,13 @@ def _way(drawn: random.Random, world_size: int, free: bool, reentrant: bool, pas
         aside = any(Use.ASIDE in column for column in columns)
         dropped = drawn.random() < 0.3 and not aside
         around = drawn.choice(kinds) if drawn.random() < 0.6 and not aside else None
-        # Who passes by is in one checkpoint at most.
-        single = aside or (around is not None and any(Use.PASS in column for column in columns))
         segments.append(
             Segment(
                 blocks=tuple(these),
                 uses=tuple(tuple(column[rank] for column in columns) for rank in range(world_size)),
                 drops=tuple(dropped and drawn.random() < 0.5 for _ in range(world_size)),
                 around=around,
-                each=drawn.choice(kinds) if drawn.random() < 0.3 and not single else None,
+                each=drawn.choice(kinds) if drawn.random() < 0.3 and not aside else None,
             )
         )
     return tuple(segments)

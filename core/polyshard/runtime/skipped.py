@@ -21,6 +21,7 @@ from .. import _torch_private
 from ..errors import ConfigError, PolyshardError, RankMismatchError, StateError, UnsupportedError
 from ..interfaces import Collectives
 from ..planning.plan import MODULE_STATE_ATTRIBUTE
+from .activation_checkpoint import running
 from .hooks import ForwardHooks
 from .module_state import ModuleState, ModuleUse
 from .root import Root, root_of
@@ -96,8 +97,11 @@ def skip(module: nn.Module) -> None:
     Raises StateError: outside of a forward, without an agreement, or where this rank said that it uses the module.
     """
     state = next(_states_in(module), None)
-    # A recomputation enters nothing: backward follows the record.
-    if state is None or _torch_private.in_backward():
+    if state is None:
+        return
+    if _torch_private.in_backward():
+        # A recomputation enters nothing, as backward follows the record. Checkpoints around it are counted.
+        running()
         return
     root = root_of(state)
     if root.unsharded:
@@ -112,6 +116,7 @@ def skip(module: nn.Module) -> None:
         else:
             wrong = "came where agree_on_use() was told that this rank uses it. Call the module, or say False"
         raise StateError(f"{what} {wrong} (rank {root.rank}).")
+    running(records=root.forward_record.records)
     if use.anywhere:
         _pass_by(module, root)
 
