@@ -92,13 +92,12 @@ def cases_of(workload: Workload, world_size: int, asked: Sequence[str] | None) -
     """
     whole = workload.parameter_count * _NBYTES // world_size
     cases = [Case(_NONE, "none")]
-    for keep in ("nothing", "compute"):
-        kept = "" if keep == "nothing" else ", slices kept"
+    for inner in ("cpu", "optimizer"):
+        kept = "" if inner == "cpu" else ", slices kept"
         for part in _PARTS:
-            options = {"name": "partial", "device_bytes": whole * part // 100, "keep": keep}
+            options = {"name": "partial", "device_bytes": whole * part // 100, "inner": inner}
             cases.append(Case(f"{part} % here{kept}", options))
-        everything = "cpu" if keep == "nothing" else {"name": "partial", "units": "*", "keep": keep}
-        cases.append(Case(f"nothing here{kept}", everything))
+        cases.append(Case(f"nothing here{kept}", inner))
     if asked is None:
         return cases
     known = {case.name: case for case in cases}

@@ -1,10 +1,10 @@
-"""The built-in offload managers: masters stay on the compute device, live in host memory, or some of each."""
+"""The built-in offload managers: masters stay on the device, live in host memory with or without a copy, or some do."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -65,7 +65,7 @@ class CpuOffload(OffloadManager):
     """
 
     api_version = 1
-    capabilities = OffloadCapabilities(parks=True)
+    capabilities = OffloadCapabilities(parks=True, awaits_gradients=True)
 
     def __init__(self, context: PluginContext, pin_memory: bool = True) -> None:
         """``pin_memory``: use page-locked host memory where the device is a CUDA device.
@@ -77,7 +77,8 @@ class CpuOffload(OffloadManager):
         # By master, and for as long as that lives: a unit has another name once its model is part of a larger one.
         self._staging: MutableMapping[torch.Tensor, _Staging] = WeakTensorKeyDictionary()
         self._master_read: MutableMapping[torch.Tensor, torch.Event] = WeakTensorKeyDictionary()
-        self._arriving: list[torch.Event] = []
+        #: Gradients on their way to the host, by identity, and what is recorded behind each.
+        self._arriving: dict[int, tuple[torch.Tensor, torch.Event]] = {}
         #: Sums, and gradients on their way to the host that will be added to them.
         self._owed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -108,18 +109,24 @@ class CpuOffload(OffloadManager):
         # New memory each time, because `.grad` of an earlier step may still be held somewhere. The allocator of pinned
         # memory keeps what was freed, so this does not page-lock anything from the second step on.
         arriving = self._host_like(unit, grad).copy_(grad, non_blocking=True)
-        arrived = torch.Event(device=grad.device)
+        # A thread that waits for it leaves its core to the optimizer.
+        arrived = torch.Event(device=grad.device, blocking=True)
         _record(arrived, grad.device)
-        self._arriving.append(arrived)
+        self._arriving[id(arriving)] = arriving, arrived
         if into is None:
             return arriving
         self._owed.append((into, arriving))
         return into
 
+    def await_grad(self, unit: UnitSpec, grad: torch.Tensor) -> None:
+        arriving = self._arriving.get(id(grad))
+        if arriving is not None:
+            arriving[1].synchronize()
+
     @torch.no_grad()
     def sync_for_step(self) -> None:
         """Wait for copies from masters and of gradients, then add those gradients that accumulate."""
-        for event in (*self._master_read.values(), *self._arriving):
+        for event in (*self._master_read.values(), *(arrived for _, arrived in self._arriving.values())):
             event.synchronize()
         self._arriving.clear()
         # Only when all have arrived: `into` may itself be a tensor that was still arriving, on another stream.
@@ -157,16 +164,77 @@ class CpuOffload(OffloadManager):
                 ) from error
 
 
-class PartialOffload(OffloadManager):
-    """``partial``: parks some units with another manager; the engine serves the others as if there were none.
+class _Around(OffloadManager):
+    """Asks another manager, which parks."""
 
-    With ``keep = "compute"`` the device keeps a copy of each parked unit's own slice, in the compute dtype, from a
-    forward to the end of its backward: the master crosses the link once instead of twice. ``begin_forward`` of the
-    contract says why not longer.
+    def __init__(self, context: PluginContext, inner: Any) -> None:
+        """Raises ``ConfigError`` for an ``inner`` that parks nothing."""
+        self._inner = context.construct(Group.OFFLOAD, inner)
+        if not self._inner.capabilities.parks:
+            raise ConfigError(
+                f"inner of offload {context.name!r} is {inner!r}, which parks nothing. Name a manager that does: 'cpu'."
+            )
+
+    @property
+    def capabilities(self) -> OffloadCapabilities:
+        return self._inner.capabilities
+
+    def units_to_park(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
+        return self._inner.units_to_park(units)
+
+    def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
+        return self._inner.place(unit, shard)
+
+    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+        self._inner.fetch(unit, master, own_slice)
+
+    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+        return self._inner.store_grad(unit, grad, into)
+
+    def await_grad(self, unit: UnitSpec, grad: torch.Tensor) -> None:
+        self._inner.await_grad(unit, grad)
+
+    def begin_forward(self) -> None:
+        self._inner.begin_forward()
+
+    def sync_for_step(self) -> None:
+        self._inner.sync_for_step()
+
+
+class OptimizerOffload(_Around):
+    """``optimizer``: another manager parks masters and gradients; the device keeps what it computes from.
+
+    That is a copy of each parked unit's own slice, in the compute dtype. The first gather of a forward makes it anew,
+    all others of that forward and its backward read it: an optimizer may step behind them. ``begin_forward`` of the
+    contract says why it serves no further forward.
     """
 
     api_version = 1
-    capabilities = OffloadCapabilities(parks=True)
+
+    def __init__(self, context: PluginContext, inner: Any = "cpu") -> None:
+        """``inner``: the manager that parks: a name, or a table of a name and options."""
+        super().__init__(context, inner)
+        self._kept = KeptSlices()
+
+    @property
+    def capabilities(self) -> OffloadCapabilities:
+        return replace(self._inner.capabilities, keeps_values=True)
+
+    @torch.no_grad()
+    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+        if not self._kept.serve(master, own_slice):
+            self._inner.fetch(unit, master, own_slice)
+            self._kept.keep(master, own_slice)
+
+    def begin_forward(self) -> None:
+        self._kept.expire()
+        self._inner.begin_forward()
+
+
+class PartialOffload(_Around):
+    """``partial``: parks some units with another manager; the engine serves the others as if there were none."""
+
+    api_version = 1
 
     def __init__(
         self,
@@ -174,7 +242,6 @@ class PartialOffload(OffloadManager):
         units: str | Iterable[str] = (),
         device_bytes: int | str | None = None,
         state_factor: float | None = None,
-        keep: str = "nothing",
         inner: Any = "cpu",
     ) -> None:
         """Options. One of ``units`` and ``device_bytes`` says which units are parked.
@@ -185,44 +252,15 @@ class PartialOffload(OffloadManager):
         ``shard`` and ``fully_shard``.
         ``state_factor``: bytes of the optimizer's state for each byte of master, for ``device_bytes``: 2 (AdamW) where
         it is left out.
-        ``keep``: ``"nothing"`` or ``"compute"``.
         ``inner``: the manager that parks: a name, or a table of a name and options.
 
         Raises ``ConfigError`` for values that these cannot take.
         """
-        where = f"offload {context.name!r}"
-        if keep not in ("nothing", "compute"):
-            raise ConfigError(f"keep of {where} is {keep!r}. Choose from: nothing, compute.")
-        self._rule = _rule(units, device_bytes, state_factor, where)
-        self._kept = KeptSlices() if keep == "compute" else None
-        self._inner = context.construct(Group.OFFLOAD, inner)
-        if not self._inner.capabilities.parks:
-            raise ConfigError(f"inner of {where} is {inner!r}, which parks nothing. Name a manager that does: 'cpu'.")
+        self._rule = _rule(units, device_bytes, state_factor, f"offload {context.name!r}")
+        super().__init__(context, inner)
 
     def units_to_park(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
-        return self._inner.units_to_park(self._rule.parked(units))
-
-    def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
-        return self._inner.place(unit, shard)
-
-    @torch.no_grad()
-    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
-        if self._kept is None:
-            self._inner.fetch(unit, master, own_slice)
-        elif not self._kept.serve(master, own_slice):
-            self._inner.fetch(unit, master, own_slice)
-            self._kept.keep(master, own_slice)
-
-    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-        return self._inner.store_grad(unit, grad, into)
-
-    def begin_forward(self) -> None:
-        if self._kept is not None:
-            self._kept.expire()
-        self._inner.begin_forward()
-
-    def sync_for_step(self) -> None:
-        self._inner.sync_for_step()
+        return super().units_to_park(self._rule.parked(units))
 
 
 @dataclass(frozen=True, slots=True)

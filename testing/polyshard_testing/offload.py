@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -116,6 +117,39 @@ class OffloadSuite(LocalPluginSuite):
             with self._stream():
                 manager.fetch(unit, master, own_slice)
             assert own_slice.tolist() == self._numbers(6).tolist()
+
+    def test_kept_values_are_those_of_the_first_fetch(self) -> None:
+        manager, unit, master = self._placed()
+        if not manager.capabilities.keeps_values:
+            pytest.skip("it does not claim to keep values")
+        for factor in (1.0, 2.0):
+            manager.begin_forward()
+            for _ in range(2):
+                # An optimizer steps in the backward, behind the first.
+                own_slice = torch.zeros(6, device=self.device)
+                with self._stream():
+                    manager.fetch(unit, master, own_slice)
+                assert own_slice.tolist() == (self._numbers(6) * factor).tolist()
+                master.copy_(self._numbers(6) * 2.0)
+
+    def test_an_awaited_gradient_can_be_read_by_another_thread(self) -> None:
+        manager = self.make()
+        if not manager.capabilities.awaits_gradients:
+            pytest.skip("it does not claim to await gradients")
+        # Large enough to be on its way for a while.
+        units = [self.unit(2**22, name=name) for name in ("blocks.0", "blocks.1")]
+        with self._stream():
+            gradients = [torch.full((unit.shard_numel,), 1.0 + i, device=self.device) for i, unit in enumerate(units)]
+            stored = [manager.store_grad(unit, each, None) for unit, each in zip(units, gradients, strict=True)]
+
+        def read(index: int) -> bool:
+            manager.await_grad(units[index], stored[index])
+            return bool((stored[index] == 1.0 + index).all())
+
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(read, 1).result()
+            manager.sync_for_step()
+            assert thread.submit(read, 0).result()
 
     def test_fetch_writes_nothing_but_the_own_slice(self) -> None:
         manager, unit, master = self._placed()

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[type[Any], Callable[[PluginContext], Any]]] = {
     "NoOffload": (OffloadSuite, NoOffload),
     "CpuOffload": (OffloadSuite, CpuOffload),
     "UnpinnedCpuOffload": (OffloadSuite, lambda context: CpuOffload(context, pin_memory=False)),
-    "PartialOffload": (OffloadSuite, lambda context: PartialOffload(context, units="*.[0-1]", keep="compute")),
+    "PartialOffload": (OffloadSuite, lambda context: PartialOffload(context, units="*.[0-1]", inner="optimizer")),
     "Fp32": (PrecisionSuite, Fp32),
     "Bf16": (PrecisionSuite, Bf16),
     "Fp16": (PrecisionSuite, Fp16),

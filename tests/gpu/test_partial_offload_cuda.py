@@ -103,8 +103,8 @@ def train(
     [
         ({"units": "blocks.[02]"}, "full_shard", True),
         ({"units": "blocks.[02]"}, "shard_grad_op", False),
-        ({"units": ["(root)", "blocks.1"], "keep": "compute"}, "full_shard", False),
-        ({"units": ["(root)", "blocks.1"], "keep": "compute"}, "no_shard", True),
+        ({"units": ["(root)", "blocks.1"], "inner": "optimizer"}, "full_shard", False),
+        ({"units": ["(root)", "blocks.1"], "inner": "optimizer"}, "no_shard", True),
         ({"device_bytes": "150 kB", "inner": {"name": "cpu", "pin_memory": False}}, "shard_grad_op", True),
         ({"device_bytes": "150 kB", "inner": {"name": "cpu", "pin_memory": False}}, "no_shard", False),
     ],
@@ -184,7 +184,7 @@ def unit(name: str) -> UnitSpec:
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 def test_a_kept_slice_is_served_on_the_device_and_does_not_hold_up_the_host(compute: torch.dtype) -> None:
-    offload, spec = partial(cuda(), units="*", keep="compute"), unit("layers.0")
+    offload, spec = partial(cuda(), units="*", inner="optimizer"), unit("layers.0")
     master = offload.place(spec, torch.ones(NUMEL, device=cuda()))
     assert master.is_pinned()
     own_slice = torch.zeros(NUMEL, dtype=compute, device=cuda())
@@ -206,7 +206,7 @@ def test_a_kept_slice_is_served_on_the_device_and_does_not_hold_up_the_host(comp
 
 
 def test_sync_for_step_waits_for_copies_from_masters_whose_slices_are_kept() -> None:
-    offload, spec = partial(cuda(), units="*", keep="compute"), unit("layers.0")
+    offload, spec = partial(cuda(), units="*", inner="optimizer"), unit("layers.0")
     master = offload.place(spec, torch.ones(NUMEL, device=cuda()))
     own_slice = torch.zeros(NUMEL, device=cuda())
     gather = torch.cuda.Stream()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +19,6 @@ from parity import (
     Net,
     accumulating_step,
     adam,
-    assert_all_close,
     assert_parity,
     draw,
     local,
@@ -37,7 +35,7 @@ from parity import (
 from polyshard import ShardConfig
 from polyshard.interfaces import OffloadManager, UnitSpec
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_plugins.offload import ByBudget, CpuOffload, PartialOffload
+from polyshard_plugins.offload import ByBudget, CpuOffload, OptimizerOffload, PartialOffload
 from polyshard_testing import OffloadSuite, plugin_context
 from torch import nn
 
@@ -90,7 +88,7 @@ class TestByPattern(OffloadSuite):
 
 class TestByBudgetThatKeeps(OffloadSuite):
     def make(self) -> OffloadManager:
-        return partial(device_bytes="100 B", keep="compute")
+        return partial(device_bytes="100 B", inner="optimizer")
 
 
 # --- which units ---
@@ -189,7 +187,7 @@ def test_one_module_with_a_unit_here_and_one_on_the_host() -> None:
         step,
         2,
         settings={"policy": units_of(Adapted)},
-        wrap=each_with_its_own(device_bytes=128, keep="compute"),
+        wrap=each_with_its_own(device_bytes=128, inner="optimizer"),
     )
 
 
@@ -214,27 +212,27 @@ def test_a_model_without_values_is_parked_in_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "settings", "keep"),
+    ("world_size", "settings"),
     [
-        (3, {"strategy": "full_shard"}, "compute"),
-        (2, {"strategy": "shard_grad_op"}, "compute"),
-        (4, {"strategy": "hybrid_shard", "shard_size": 2}, "compute"),
+        (3, {"strategy": "full_shard"}),
+        (2, {"strategy": "shard_grad_op"}),
+        (4, {"strategy": "hybrid_shard", "shard_size": 2}),
     ],
     ids=str,
 )
-def test_training_equals_the_unsharded_model(world_size: int, settings: dict[str, Any], keep: str) -> None:
+def test_training_equals_the_unsharded_model(world_size: int, settings: dict[str, Any]) -> None:
     assert_parity(
         seeded(Net),
         square_step,
         world_size,
         optimizer=adam,
         settings={**BLOCKS, **settings},
-        wrap=each_with_its_own(units=["blocks.[02]"], keep=keep),
+        wrap=each_with_its_own(units=["blocks.[02]"], inner="optimizer"),
     )
 
 
-@pytest.mark.parametrize("keep", ["nothing", "compute"])
-def test_accumulation_with_and_without_no_sync_equals_the_unsharded_model(keep: str) -> None:
+@pytest.mark.parametrize("inner", ["cpu", "optimizer"])
+def test_accumulation_with_and_without_no_sync_equals_the_unsharded_model(inner: str) -> None:
     def reducing_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
         losses = []
         for part in range(2):
@@ -244,16 +242,16 @@ def test_accumulation_with_and_without_no_sync_equals_the_unsharded_model(keep: 
         return losses
 
     for step in (accumulating_step, reducing_step):
-        wrap = each_with_its_own(units=["(root)", "blocks.1"], keep=keep)
+        wrap = each_with_its_own(units=["(root)", "blocks.1"], inner=inner)
         assert_parity(seeded(Net), step, 2, optimizer=adam, settings=BLOCKS, wrap=wrap)
 
 
 def test_units_that_stay_are_never_asked_for_and_kept_slices_cross_once() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> list[list[tuple[str, str]]]:
         steps = []
-        for keep in ("nothing", "compute"):
+        for keeps in (False, True):
             inner = Recorded()
-            offload = partial(units="blocks.[01]", keep=keep, inner=inner)
+            offload = partial(units="blocks.[01]", inner=OptimizerOffload(CONTEXT, inner) if keeps else inner)
             model = sharded_copy(seeded(Net), rank, world, offload=offload, **BLOCKS)
             for turn in range(2):
                 inner.calls.clear()
@@ -267,22 +265,6 @@ def test_units_that_stay_are_never_asked_for_and_kept_slices_cross_once() -> Non
         # Both are released after forward, and gathered again for backward.
         assert plain == sorted([*once, *once, *stored])
         assert keeping == sorted([*once, *stored])
-
-
-def _by_data(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.data.mul_(0.5)
-
-
-def _by_numpy(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        local(parameter.detach()).numpy()[...] *= 0.5
-
-
-def _by_copy(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter * 0.5)
 
 
 @pytest.mark.filterwarnings("ignore:polyshard is switching to use `NO_SHARD`")
@@ -314,83 +296,6 @@ def test_what_no_sync_left_is_delivered_by_a_backward_that_reaches_no_parked_uni
         torch.testing.assert_close(local(found.grad), wanted.grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("change", [_by_data, _by_numpy, _by_copy])
-@pytest.mark.parametrize("train", [True, False], ids=["after a step", "after an evaluation"])
-def test_kept_slices_follow_every_way_of_writing_to_masters(change: Callable[[nn.Module], None], train: bool) -> None:
-    whole = seeded(Net)
-    x = draw(4, 3)
-    for parameter in whole.parameters():
-        parameter.data.mul_(0.5)
-    expected = whole(x)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
-        model = sharded_copy(seeded(Net), rank, world, offload=partial(units="*", keep="compute"), **BLOCKS)
-        if train:
-            model(x).sum().backward()
-        else:
-            with torch.no_grad():
-                model(x)
-        change(model)
-        return model(x).detach()
-
-    assert_all_close(on_ranks(2, on_rank), expected)
-
-
-def test_kept_slices_follow_an_optimizer_that_moves_no_version() -> None:
-    def fused(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-    wrap = each_with_its_own(units="*", keep="compute")
-    assert_parity(seeded(Net), square_step, 2, optimizer=fused, settings=BLOCKS, wrap=wrap, tolerance=1e-10)
-
-
-def test_two_models_that_share_a_manager_keep_slices_apart() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
-        offload, gradients = partial(units="*", keep="compute"), []
-        models = [sharded_copy(seeded(Net, seed), rank, world, offload=offload, **BLOCKS) for seed in (0, 1)]
-        inputs = [draw(4, 3, requires_grad=True) for _ in models]
-        losses = [model(x).square().mean() for model, x in zip(models, inputs, strict=True)]
-        for loss, x in zip(losses, inputs, strict=True):
-            # The first backward comes behind the second model's forward.
-            loss.backward()
-            assert x.grad is not None
-            gradients.append(x.grad)
-        return gradients
-
-    wanted = []
-    for seed in (0, 1):
-        x = draw(4, 3, requires_grad=True)
-        seeded(Net, seed)(x).square().mean().backward()
-        assert x.grad is not None
-        wanted.append(x.grad)
-    for got in on_ranks(2, on_rank):
-        for mine, expected in zip(got, wanted, strict=True):
-            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_kept_slices_are_of_the_dtype_that_computes() -> None:
-    precision = {"name": "mixed", "param": "bf16", "full_precision_in_eval": True}
-
-    def outputs(offload: Any) -> list[torch.Tensor]:
-        def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
-            whole = seeded(Net).float()
-            model = sharded_copy(whole, rank, world, offload=offload(), precision=precision, **BLOCKS)
-            x, seen = draw(4, 3).float(), []
-            for training in (True, False, True):
-                model.train(training)
-                seen.append(model(x).detach().float())
-                if training:
-                    model(x).float().sum().backward()
-            return torch.stack(seen)
-
-        return on_ranks(2, on_rank)
-
-    for got, wanted in zip(outputs(lambda: partial(units="*", keep="compute")), outputs(lambda: "none"), strict=True):
-        assert torch.equal(got, wanted)
-        # What is evaluated is not what was trained with.
-        assert not torch.equal(got[0], got[1])
-
-
 # --- state ---
 
 
@@ -404,32 +309,8 @@ def test_by_name_from_a_file_with_an_inner_manager(tmp_path: Path) -> None:
         [shard.offload]
         name = "partial"
         units = ["blocks.[0-1]"]
-        keep = "compute"
-        inner = { name = "cpu", pin_memory = false }
+        inner = { name = "optimizer", inner = { name = "cpu", pin_memory = false } }
         """
     )
     model = polyshard.shard(Net(), polyshard.ShardConfig.from_toml(tmp_path / "run.toml"))
     assert polyshard.report(model).parked == ("blocks.0", "blocks.1")
-
-
-def test_a_copy_of_a_part_that_trained_by_itself_is_the_larger_models() -> None:
-    """``keep = "compute"`` has one copy of each master, under whatever names its unit had."""
-
-    def copies() -> int:
-        """Storages of one rank's elements of ``nn.Linear(32, 64)``, in bf16: no gather buffer is so small."""
-        nbytes = (32 * 64 + 64) // 2 * torch.bfloat16.itemsize
-        found = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype is torch.bfloat16]
-        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}
-        return list(storages.values()).count(nbytes)
-
-    config = polyshard.ShardConfig(
-        collectives={"name": "fake", "world_size": 2}, offload=partial(units="*", keep="compute"), precision="bf16"
-    )
-    inner = nn.Linear(32, 64)
-    polyshard.fully_shard(inner, config)
-    inner(torch.ones(2, 32)).sum().backward()
-    assert copies() == 1
-    outer = nn.Sequential(inner, nn.Linear(64, 3))
-    polyshard.fully_shard(outer, config)
-    outer(torch.ones(2, 32)).sum().backward()
-    assert copies() == 1

@@ -116,6 +116,19 @@ def _three(self: Sound, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor |
     return stored
 
 
+def _later(self: Sound, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    if into is not None or grad.numel() < 2**20:
+        return Sound.store_grad(self, unit, grad, into)
+    self.kept[unit.name] = grad
+    self.kept[f"{unit.name} on the host"] = torch.zeros_like(grad)
+    return self.kept[f"{unit.name} on the host"]
+
+
+def _copy_late(self: Sound) -> None:
+    for name in [name for name in self.kept if f"{name} on the host" in self.kept]:
+        self.kept.pop(f"{name} on the host").copy_(self.kept.pop(name))
+
+
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
     wide = torch.zeros(2 * tensor.numel(), dtype=tensor.dtype)
     wide[::2].copy_(tensor)
@@ -136,6 +149,12 @@ FAULTS = [
     fault(Sound, "fetch_casts_what_the_optimizer_wrote", "ScalesLate",
           fetch=lambda self, unit, master, out: out.copy_(master.bfloat16() if out.itemsize == 2 else master)),
     fault(Sound, "fetch_follows_the_dtype_that_is_asked_for", "OneStage", fetch=_fetch),
+    # Keeps nothing.
+    fault(Sound, "kept_values_are_those_of_the_first_fetch", "ClaimsToKeep",
+          capabilities=OffloadCapabilities(parks=True, keeps_values=True)),
+    # Copies large gradients at the end of the backward.
+    fault(Sound, "an_awaited_gradient_can_be_read_by_another_thread", "CopiesLate", store_grad=_later,
+          sync_for_step=_copy_late, capabilities=OffloadCapabilities(parks=True, awaits_gradients=True)),
     fault(Sound, "fetch_writes_nothing_but_the_own_slice", "RoundsUp", fetch=_round_up),
     # Keeps of a master what was sent.
     fault(Sound, "fetch_leaves_the_master_as_it_was", "RoundsMasters",

@@ -453,7 +453,14 @@ def _settings(drawn: random.Random, world_size: int, family: Family, single: boo
         "strategy": drawn.choice(strategies),
         "front": drawn.choice(("shard", "shard", "composed", "drop-in")),
         "offload": drawn.choice(
-            ("none", "none", "none", "cpu", {"name": "partial", "device_bytes": drawn.choice((256, 1024, 4096))})
+            (
+                *("none", "none", "none", "cpu", "optimizer"),
+                {
+                    "name": "partial",
+                    "device_bytes": drawn.choice((256, 1024, 4096)),
+                    "inner": drawn.choice(("cpu", "optimizer")),
+                },
+            )
         ),
         "batch_nbytes": drawn.choice((0, 0, 1024, "128 MiB")),
         "forward_prefetch": drawn.randint(0, 2),

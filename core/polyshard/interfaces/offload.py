@@ -18,6 +18,10 @@ class OffloadCapabilities:
 
     parks: bool
     """Masters and gradients of the units in ``units_to_park`` leave the compute device. False: no method is called."""
+    keeps_values: bool = False
+    """``fetch`` gives what the master was at the first ``fetch`` since ``begin_forward``, whatever it is now."""
+    awaits_gradients: bool = False
+    """``await_grad`` waits. With ``keeps_values``, an optimizer may step in the backward: ``step_in_backward``."""
 
 
 class OffloadManager(ABC):
@@ -71,8 +75,17 @@ class OffloadManager(ABC):
     def begin_forward(self) -> None:
         """Masters may have changed; called before the first ``fetch`` of a forward, or of a gather between steps.
 
-        Until the next call, masters do not change, in the backward either. No other sign tells of a change: an
-        optimizer updates tensors that view the master, whose ``_version`` does not move.
+        Until the next call, masters do not change, in the backward either, unless the manager ``keeps_values`` and an
+        optimizer steps there. No other sign tells of a change: an optimizer updates tensors that view the master, whose
+        ``_version`` does not move.
+        """
+        return None
+
+    def await_grad(self, unit: UnitSpec, grad: torch.Tensor) -> None:
+        """Return when the host can read ``grad``, which ``store_grad`` returned for ``unit`` with ``into`` None.
+
+        Called where ``capabilities.awaits_gradients``, from a thread of its own, beside any other method, before
+        ``sync_for_step`` of that backward or after it. The unit's master may change from there on.
         """
         return None
 

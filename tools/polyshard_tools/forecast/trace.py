@@ -220,7 +220,8 @@ class TracedModel:
         if offload != "none":
             raise ConfigError(
                 f"plan does not know what the offload manager {offload!r} holds on the device. Plan with offload = "
-                '"none": with it the masters, gradients and states of the table go to the host.'
+                '"none": with it the masters, gradients and states of the table go to the host, and with "optimizer" a '
+                "rank's slice in the dtype of compute comes to the device."
             )
         changed: dict[str, Any] = {
             "collectives": collectives,
