@@ -35,6 +35,8 @@ def clip_grad_norm(
     count once, and must have one gradient on all ranks, but for those that each rank owns. Errors as ``_agreed_norm``;
     NonFiniteError: ``error_if_nonfinite``, and the norm is infinite or not a number; on all ranks.
     """
+    if root.backward_step is not None:
+        root.backward_step.refuse_unsettled("clip_grad_norm_()")
     gradients = ModelGradients(root, module)
     total = gradients.norm(norm_type, max_norm, error_if_nonfinite=error_if_nonfinite)
     if error_if_nonfinite:

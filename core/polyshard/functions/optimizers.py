@@ -10,6 +10,7 @@ import torch
 
 from .. import _torch_private
 from ..errors import ConfigError, StateError, UnsupportedError, warn_once
+from ..runtime.backward_step import steps_a_part
 from ..runtime.live_roots import LiveRoots, ParameterLocation
 from ..runtime.root import Root
 from ..runtime.unit import Unit
@@ -46,6 +47,9 @@ class OptimizerCheck:
         """
         if torch.compiler.is_compiling():
             _hidden_look_at(self, optimizer)
+            return
+        if steps_a_part(optimizer):
+            # That of the whole optimizer is looked at.
             return
         if self._passed.get(optimizer) != len(optimizer.param_groups):
             self._look_at(optimizer)

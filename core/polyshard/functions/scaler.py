@@ -42,6 +42,9 @@ class GradScaler(torch.amp.GradScaler):
         root = found[0].root if found else live_roots.around(given)
         if root is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        for stepping in {each.root.backward_step for each in found}:
+            if stepping is not None:
+                stepping.refuse_unsettled("GradScaler")
         if not allow_fp16:
             _refuse_fp16(found)
         inv_scale, found_inf = readable_scales(inv_scale, given), readable_scales(found_inf, given)

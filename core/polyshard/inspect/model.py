@@ -119,6 +119,8 @@ class ShardedModel:
             raise StateError(
                 f"{call} was called inside polyshard.unsharded() (rank {root.rank}). Leave the context first."
             )
+        if root.backward_step is not None:
+            root.backward_step.refuse_unsettled(call)
 
     def refuse_ended(self, call: str) -> None:
         """Raise StateError if the model was closed or a communication failed; ``call`` begins the message."""
@@ -273,6 +275,10 @@ class ShardedModel:
         with torch.no_grad():
             for value, place in zip(values, places, strict=True):
                 place.copy_(value)
+
+    def step_in_backward(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Step ``optimizer`` over parked units in backwards, and no other one from now on; None for none."""
+        self._root.step_in_backward(optimizer)
 
     @contextmanager
     def synchronising(self, synchronises: bool) -> Iterator[None]:

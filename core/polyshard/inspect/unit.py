@@ -288,6 +288,11 @@ class ShardedUnit:
         return self._unit.offload
 
     @property
+    def parked(self) -> bool:
+        """Whether ``offload`` keeps its master and gradient."""
+        return self._unit.parks
+
+    @property
     def gathered_nbytes(self) -> int:
         """Bytes of the gathered unit; 0 where compute uses the master."""
         return self._unit.gathered_nbytes

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
+from typing import Protocol
 
 import torch
+from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from .. import _torch_private
@@ -20,6 +23,22 @@ from .streams import CommStreams
 
 _gradient_of = attrgetter("grad")
 _is_trained = attrgetter("requires_grad")
+
+
+class Stepper(Protocol):
+    """Steps an optimizer in the backward."""
+
+    def refuse_second(self, unit: Reducible) -> None:
+        """Raise StateError where ``unit`` was stepped with a gradient already."""
+
+    def take(
+        self,
+        unit: Reducible,
+        parameters: Sequence[nn.Parameter],
+        gradient: torch.Tensor,
+        arrives: Callable[[], None],
+    ) -> None:
+        """``gradient`` is that of ``unit``, and viewed by all of ``parameters``, once ``arrives`` has returned."""
 
 
 class Gradients:
@@ -72,6 +91,8 @@ class Gradients:
         #: Whether parameters of a reduced unit that no rank had a gradient of get zeros, and not None.
         self.fills_unused = False
         self._reduced_once = False
+        #: Told of gradients that no later one of the backward is added to; None where nobody steps there.
+        self.stepper: Stepper | None = None
         #: The places (``CommStreams.here``) at which the gradients of the next reduction were computed, and those in
         #: the sum added up.
         self.places: list[object] = []
@@ -261,6 +282,8 @@ class Gradients:
                     hook(owner)
 
     def _deliver(self, result: torch.Tensor) -> object:
+        if self.stepper is not None:
+            self.stepper.refuse_second(self.unit)
         if result.dtype != self._dtypes.grad:
             result = result.to(self._dtypes.grad)
         if self.scale is not None:
@@ -286,6 +309,8 @@ class Gradients:
             result = stored
         if fresh:
             self._assign(result)
+            if self.stepper is not None and whole is None:
+                self._let_step(self.stepper, result)
             return None
         # The user replaced or kept some gradients: add to what is there, parameter by parameter.
         for owner, current, view in zip(self._owners, present, self._split(result), strict=True):
@@ -303,6 +328,12 @@ class Gradients:
                 current.add_(view)
         self._delivered = None
         return present
+
+    def _let_step(self, stepper: Stepper, stored: torch.Tensor) -> None:
+        """Let ``stepper`` have the gradient, unless it may still change or be taken away."""
+        keeper, hooked = self._keeper, any(map(_torch_private.hooks_after_accumulation, self._owners))
+        if keeper is not None and not (self.missed or self.unfilled or hooked):
+            stepper.take(self.unit, self._owners, stored, partial(keeper.await_grad, self.unit.spec, stored))
 
     @property
     def delivered(self) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from .. import _torch_private
 from ..errors import PolyshardError, RankMismatchError, StateError, UnshardedUseError
 from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
+from .backward_step import BackwardStep
 from .budget import Budget
 from .guards import RegistrationGuard, refuse_differentiable_gradients, refuse_escape
 from .module_state import ModuleState, ModuleUse
@@ -46,6 +47,11 @@ def _tell_failed_backward(held: weakref.ref[Root], reference: object) -> None:
     root = held()
     if root is not None:
         root.tell_failed_backward(reference)
+
+
+def _ends_with_backward(held: weakref.ref[Root]) -> bool:
+    root = held()
+    return root is not None and root.last_backward
 
 
 class Root:
@@ -161,12 +167,15 @@ class Root:
         #: What is above the runtime, and what ends it before the communicators, called with this root on every rank;
         #: None for nothing.
         self.attached: tuple[Any, Callable[[Root], None]] | None = None
+        #: Steps an optimizer over parked units in backwards; None where nobody asked for it.
+        self.backward_step: BackwardStep | None = None
         self.recorder.when_failed = self._keep_memory
         self.execution_order = execution_order
         for module_state in self.module_states:
             module_state.root, module_state.execution_order = self, execution_order
             for unit in module_state.units:
                 unit.root = self
+                unit.gradients.stepper = None
         self._parking: tuple[OffloadManager, ...] = tuple(
             {id(u.offload): u.offload for u in self.units if u.parks}.values()
         )
@@ -264,6 +273,8 @@ class Root:
             self.recorder.peers.withdraw()
         if self.audit is not None and self.audit.done:
             self.end_audit()
+        if self.backward_step is not None:
+            self.backward_step.refuse_unsettled("A forward")
         self.refuse_unseen_gradients()
         self.adopt_changes()
         for unit in self.units:
@@ -286,6 +297,16 @@ class Root:
             caster.prepare([unit.spec for unit in self.units if unit.caster is caster], self.collectives)
         if self.events.steps:
             self.events.step_begin(module)
+
+    def step_in_backward(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Step ``optimizer`` over parked units in backwards, and no other one from now on; None for none."""
+        if self.backward_step is not None:
+            self.backward_step.remove()
+        # The optimizer, which has its hooks, may outlive the model.
+        is_last = partial(_ends_with_backward, weakref.ref(self))
+        self.backward_step = None if optimizer is None else BackwardStep(optimizer, self.rank, is_last)
+        for unit in self.units:
+            unit.gradients.stepper = self.backward_step
 
     def adopt_changes(self, *, trains: bool | None = None, all_modules: bool = False) -> None:
         """Take over changes that the user made to the model since the last forward.
@@ -324,6 +345,8 @@ class Root:
 
     def begin_gathers(self) -> None:
         """Let gathers from here on read the masters as they are now, whoever changed them."""
+        if self.backward_step is not None:
+            self.backward_step.refuse_unsettled("A gather")
         self.streams.begin_forward()
         for offload in self._parking:
             offload.begin_forward()
@@ -599,6 +622,8 @@ class Root:
         self.streams.drain()
         for offload in self._parking:
             offload.sync_for_step()
+        if self.backward_step is not None:
+            self.backward_step.end()
         if used_parameters is not None:
             used_parameters.drop_unused()
             self.unfilled = used_parameters.unfilled
@@ -668,6 +693,8 @@ class Root:
         self._backward_order.end()
         self.reducer.forget()
         self.streams.give_up()
+        if self.backward_step is not None:
+            self.backward_step.give_up()
         self.reducer.discard()
         for module_state in self.module_states:
             module_state.reset()
@@ -736,6 +763,8 @@ class Root:
             self.phase = Phase.CLOSED
             if self.recorder.watch is not None:
                 self.recorder.watch.stop()
+            if self.backward_step is not None:
+                self.backward_step.close()
             for collectives in self.owned:
                 collectives.close()
 

@@ -1,0 +1,340 @@
+"""``step_in_backward``: training is that of an unsharded model, and what comes too late is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import polyshard
+import pytest
+import torch
+from parity import (
+    Block,
+    MakeOptimizer,
+    Net,
+    Step,
+    accumulating_step,
+    adam,
+    assert_parity,
+    draw,
+    is_sharded,
+    local,
+    on_ranks,
+    one_by_one,
+    seeded,
+    sgd,
+    sharded_copy,
+    square_step,
+    stepping,
+    units_of,
+    whole,
+)
+from polyshard.errors import ConfigError, PolyshardError, StateError
+from polyshard.optim import Muon, step_in_backward
+from polyshard_backends.threaded import ThreadedWorld
+from torch import nn
+
+OFFLOADED: dict[str, Any] = {"policy": units_of(Block), "offload": "optimizer"}
+SOME_PARKED = {**OFFLOADED, "offload": {"name": "partial", "units": "blocks.[02]", "inner": "optimizer"}}
+
+
+def in_backward(make: MakeOptimizer) -> MakeOptimizer:
+    """``make``, and its optimizer steps in the backward where the model is sharded."""
+
+    def made(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = make(model)
+        if is_sharded(model):
+            step_in_backward(model, optimizer)
+        return optimizer
+
+    return made
+
+
+def flat_adam(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW over one parameter a unit, where the model is sharded."""
+    return torch.optim.AdamW(polyshard.flat_parameters(model) if is_sharded(model) else model.parameters(), lr=1e-2)
+
+
+def momentum_in_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """Settings that differ inside of units."""
+    biases = [each for name, each in model.named_parameters() if name.endswith("bias")]
+    others = [each for name, each in model.named_parameters() if not name.endswith("bias")]
+    return torch.optim.SGD(
+        [{"params": others, "momentum": 0.9, "weight_decay": 0.1}, {"params": biases, "lr": 0.3}], lr=0.1
+    )
+
+
+def fused_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+# --- training ---
+
+
+@one_by_one(
+    *(
+        "world_size, settings",
+        [
+            (2, {}),
+            (4, {}),
+            (2, {"strategy": "no_shard"}),
+            (4, {"strategy": "hybrid_shard", "shard_size": 2}),
+            (2, {"strategy": "shard_grad_op"}),
+            (2, SOME_PARKED),
+        ],
+    ),
+    *("optimizer", [adam, flat_adam, momentum_in_groups, fused_adam]),
+    *("step", [square_step, accumulating_step]),
+)
+def test_training_equals_the_unsharded_model(
+    world_size: int, settings: dict[str, Any], optimizer: MakeOptimizer, step: Step
+) -> None:
+    assert_parity(
+        seeded(Net),
+        step,
+        world_size,
+        turns=3,
+        optimizer=in_backward(optimizer),
+        settings={**OFFLOADED, **settings},
+        tolerance=1e-10 if optimizer is fused_adam else 1e-12,
+    )
+
+
+class Branching(nn.Module):
+    """Ranks use the outputs of other blocks, and nobody the last block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, turn: int, rank: int) -> torch.Tensor:
+        x = nn.functional.pad(x, (0, 2))
+        x = self.blocks[0](x)
+        y = self.blocks[1](x)
+        return y if turn == 1 and rank == 1 else x
+
+
+def test_parameters_without_a_gradient_stay_as_they_are() -> None:
+    """With weight decay and momentum, which move what has a gradient of zeros."""
+
+    def loss(model: nn.Module, x: torch.Tensor, turn: int, rank: int) -> torch.Tensor:
+        output: torch.Tensor = model(x, turn, rank)
+        return output.square().mean()
+
+    assert_parity(
+        seeded(Branching),
+        stepping(loss, grad=False),
+        2,
+        turns=4,
+        optimizer=in_backward(momentum_in_groups),
+        settings=OFFLOADED,
+    )
+
+
+def test_a_hook_behind_accumulation_sees_the_gradient_before_the_step() -> None:
+    def halved(model: nn.Module) -> torch.optim.Optimizer:
+        model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda each: each.grad.mul_(0.5))
+        return adam(model)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[dict[str, torch.Tensor]]:
+        found = []
+        for hand_over in (in_backward(halved), halved):
+            model = sharded_copy(seeded(Net), rank, world, **OFFLOADED)
+            optimizer = hand_over(model)
+            for turn in range(2):
+                square_step(model, turn, rank)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(whole(model))
+        return found
+
+    for handed, plain in on_ranks(2, on_rank):
+        torch.testing.assert_close(handed, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_parameters_on_the_host_are_stepped_when_the_backward_returns_and_gradients_stay() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(seeded(Net), rank, world, **SOME_PARKED)
+        optimizer = in_backward(sgd)(model)
+        before = {name: local(each.detach()).clone() for name, each in model.named_parameters()}
+        square_step(model, 0, rank)
+        for name, each in model.named_parameters():
+            moved = before[name] - 0.1 * local(each.grad) if name.startswith(("blocks.0", "blocks.2")) else before[name]
+            torch.testing.assert_close(local(each.detach()), moved, rtol=1e-12, atol=1e-12)
+        optimizer.step()
+        for name, each in model.named_parameters():
+            moved = before[name] - 0.1 * local(each.grad)
+            torch.testing.assert_close(local(each.detach()), moved, rtol=1e-12, atol=1e-12)
+
+    on_ranks(2, on_rank)
+
+
+def test_schedulers_state_and_another_optimizer_go_on() -> None:
+    """A rate that a scheduler sets holds for the next backward; a loaded state is that of the steps behind it."""
+
+    def train(model: nn.Module, rank: int, hand_over: Callable[..., object]) -> dict[str, torch.Tensor]:
+        optimizer = adam(model)
+        hand_over(model, optimizer)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for turn in range(3):
+            square_step(model, turn, rank)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        after = adam(model)
+        after.load_state_dict(optimizer.state_dict())
+        hand_over(model, after)
+        square_step(model, 3, rank)
+        after.step()
+        after.zero_grad()
+        hand_over(model, None)
+        square_step(model, 4, rank)
+        after.step()
+        return whole(model)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        models = [sharded_copy(seeded(Net), rank, world, **OFFLOADED) for _ in range(2)]
+        return train(models[0], rank, step_in_backward), train(models[1], rank, lambda *_: None)
+
+    for handed, plain in on_ranks(2, on_rank):
+        torch.testing.assert_close(handed, plain, rtol=1e-12, atol=1e-12)
+
+
+# --- refused ---
+
+
+def _again(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(draw(4, 3)).sum().backward()
+
+
+def _at_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+    outputs = [model(draw(4, 3)), model(draw(4, 3, turn=1))]
+    for output in outputs:
+        output.sum().backward()
+
+
+def _clip(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    polyshard.clip_grad_norm_(model, 0.01)
+
+
+def _clip_by_torch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+
+
+def _drop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def _set_rate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+
+
+def _unscale(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    scaler = polyshard.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+def _close_over(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step(lambda: 0.0)  # type: ignore[arg-type, unused-ignore]
+
+
+def _save(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state_dict()
+
+
+def _average(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    polyshard.optim.AveragedWeights(model, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("then", "says"),
+    [
+        (_again, "A forward came between a backward.*'blocks.2' and 3 other units.*no_sync"),
+        (_at_once, "got a second gradient behind a step of SGD.*no_sync"),
+        (_clip, r"clip_grad_norm_\(\) came between"),
+        (_clip_by_torch, "gradient of 'blocks.2' was changed behind the backward"),
+        (_drop, "gradient of 'blocks.2' was changed behind the backward"),
+        (_set_rate, "Settings of SGD were changed"),
+        (_unscale, "GradScaler came between"),
+        (_close_over, "SGD was given a closure"),
+        (_save, r"state_dict\(\) of the optimizer came between"),
+        (_average, r"AveragedWeights\(\) came between"),
+    ],
+)
+def test_what_comes_too_late_is_refused(then: Callable[..., None], says: str) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(seeded(Net), rank, world, **OFFLOADED)
+        optimizer = in_backward(sgd)(model)
+        model(draw(4, 3)).sum().backward()
+        with pytest.raises(StateError, match=rf"(?s){says}.*"):
+            then(model, optimizer)
+
+    on_ranks(2, on_rank)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, as schedules inside of optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        super().step(closure)
+
+
+def test_an_optimizer_that_counts_in_its_groups_is_refused_in_its_first_backward() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(seeded(Net), rank, world, **OFFLOADED)
+        step_in_backward(model, Counting(model.parameters(), lr=0.1))
+        with pytest.raises(StateError, match="Counting keeps numbers of its own in its parameter groups"):
+            model(draw(4, 3)).sum().backward()
+
+    on_ranks(2, on_rank)
+
+
+def test_a_backward_that_fails_behind_steps_warns_and_training_goes_on() -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(seeded(Net), rank, world, batch_nbytes=0, **OFFLOADED)
+        optimizer = in_backward(sgd)(model)
+        handle = model.first.register_forward_hook(lambda _, __, output: output.register_hook(fail) and None)
+        with pytest.raises(ArithmeticError):
+            model(draw(4, 3)).sum().backward()
+        handle.remove()
+        optimizer.zero_grad()
+        square_step(model, 0, rank)
+        optimizer.step()
+
+    with pytest.warns(UserWarning, match="SGD stepped over . units in a backward that failed"):
+        on_ranks(2, on_rank)
+
+
+def _muon(model: nn.Module) -> torch.optim.Optimizer:
+    return Muon([each for each in model.parameters() if each.ndim == 2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "optimizer", "says"),
+    [
+        ({"offload": "none"}, sgd, "SGD holds no parameter that an offload manager parks"),
+        ({"offload": "cpu"}, sgd, "CpuOffload parks '\\(root\\)', and gathers of a backward may read"),
+        ({"precision": "fp16"}, sgd, "Fp16 of '\\(root\\)' needs a scaled loss"),
+        ({}, _muon, "Muon cannot step in the backward"),
+        ({}, lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS cannot step in the backward"),
+    ],
+)
+def test_what_cannot_step_there_is_refused(settings: dict[str, Any], optimizer: MakeOptimizer, says: str) -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> type[PolyshardError]:
+        model = sharded_copy(seeded(Net).float(), rank, world, **{**OFFLOADED, **settings})
+        with pytest.raises(ConfigError, match=says) as caught:
+            step_in_backward(model, optimizer(model))
+        return caught.type
+
+    assert on_ranks(2, on_rank) == [ConfigError] * 2
