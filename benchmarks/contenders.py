@@ -60,11 +60,17 @@ class EagerStep:
     """A step as a training loop writes it."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, context: AbstractContextManager[Any] | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        context: AbstractContextManager[Any] | None = None,
+        clip: Callable[[nn.Module], object] | None = None,
     ) -> None:
+        """``context``: of the forward; ``clip``: called with the model behind the backward."""
         self.model = model
         self.optimizer = optimizer
         self.context = context
+        self.clip = clip
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor
@@ -74,6 +80,8 @@ class EagerStep:
             with self.context:
                 loss = self.model(tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
+        if self.clip is not None:
+            self.clip(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -291,16 +299,18 @@ def _fsdp2(
     tuned: bool = False,
     hybrid: bool = False,
     drop_in: bool = False,
+    offload: bool = False,
     fp8: str | None = None,
 ) -> Step:
     """Blocks and root.
 
     ``keep``: nothing is released after forward. ``tuned``: more units, and prefetch by hand. ``hybrid``: sharded over
-    half of the ranks, replicated over the halves. ``drop_in``: polyshard's FSDP2. ``fp8``: torchao's recipe by which
-    the linear layers of blocks compute; weights are gathered in fp8 where it is ``"tensorwise"``.
+    half of the ranks, replicated over the halves. ``drop_in``: polyshard's FSDP2. ``offload``: ``CPUOffloadPolicy``.
+    ``fp8``: torchao's recipe by which the linear layers of blocks compute; weights are gathered in fp8 where it is
+    ``"tensorwise"``.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
     fully_shard: Callable[..., Any] = importlib.import_module(
         "polyshard_fsdp2" if drop_in else "torch.distributed.fsdp"
@@ -312,12 +322,14 @@ def _fsdp2(
     model = _meta_model(site)
     if fp8 is not None:
         _compute_in_fp8(model, fp8, site)
+    parks = CPUOffloadPolicy(pin_memory=site.device.type == "cuda") if offload else OffloadPolicy()
+    policies = {"mp_policy": precision, "offload_policy": parks}
     for unit in [model.embedding, *model.blocks] if tuned else model.blocks:
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep)
+        fully_shard(unit, mesh=mesh, **policies, reshard_after_forward=not keep)
     if tuned:
         # Backward begins with it.
-        fully_shard(model.tail, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False if keep else None)
+        fully_shard(model.tail, mesh=mesh, **policies, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, **policies, reshard_after_forward=False if keep else None)
     if tuned:
         units = cast("list[FSDPModule]", model.units)
         for position, unit in enumerate(units):
@@ -327,7 +339,7 @@ def _fsdp2(
             # Newer than the oldest torch that is supported.
             if hasattr(model, setter):
                 getattr(model, setter)(value)
-    fill_shards(model, site, shards)
+    fill_shards(model, site, shards, torch.device("cpu") if offload else None)
     optimizer = adamw(model.parameters())
     if fp8 == "tensorwise":
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
@@ -338,9 +350,9 @@ def _fsdp2(
     return EagerStep(model, optimizer)
 
 
-def fill_shards(model: nn.Module, site: Site, shards: int) -> None:
-    """Put a meta model of ``DTensor`` cut over ``shards`` ranks on the device, with its first values."""
-    model.to_empty(device=site.device)
+def fill_shards(model: nn.Module, site: Site, shards: int, device: torch.device | None = None) -> None:
+    """Put a meta model of ``DTensor`` cut over ``shards`` ranks on ``device`` (the site's), with its first values."""
+    model.to_empty(device=device or site.device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             pieces = initial_value(name, parameter.shape, site.device).chunk(shards)
@@ -384,6 +396,8 @@ _POLYSHARD: dict[str, dict[str, Any]] = {
     "polyshard-fp8": {"precision": "fp8_linear"},
     "polyshard-fp8-all": {"precision": {"name": "fp8_linear", "weight_gradient": "fp8"}},
     "polyshard-captured-fp8": {"precision": "fp8_linear"},
+    "polyshard-in-backward": {"offload": "optimizer"},
+    "polyshard-clipped": {"offload": "optimizer"},
 }
 
 
@@ -414,7 +428,11 @@ def _polyshard(site: Site, *, kind: str, overrides: dict[str, str]) -> Step:
     model = _meta_model(site)
     polyshard.shard(model, config, initializer=initializer(model))
     captured = "captured" in kind
-    step = EagerStep(model, adamw(polyshard.flat_parameters(model), capturable=captured))
+    optimizer = adamw(polyshard.flat_parameters(model), capturable=captured)
+    if kind == "polyshard-in-backward":
+        polyshard.optim.step_in_backward(model, optimizer)
+    clip = partial(polyshard.clip_grad_norm_, max_norm=1.0) if kind == "polyshard-clipped" else None
+    step = EagerStep(model, optimizer, clip=clip)
     return CapturedPolyshard(model, step) if captured else step
 
 
@@ -427,6 +445,7 @@ _PEERS: dict[str, Callable[[Site], Step]] = {
     "fsdp2-tuned": partial(_fsdp2, tuned=True),
     "fsdp2-keep": partial(_fsdp2, keep=True),
     "fsdp2-hybrid": partial(_fsdp2, hybrid=True),
+    "fsdp2-offload": partial(_fsdp2, offload=True),
     "fsdp2-fp8-tensorwise": partial(_fsdp2, fp8="tensorwise"),
     "fsdp2-fp8-rowwise": partial(_fsdp2, fp8="rowwise"),
     "fsdp2-fp8-rowwise-gw-hp": partial(_fsdp2, fp8="rowwise_with_gw_hp"),
