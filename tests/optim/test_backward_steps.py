@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import polyshard
@@ -167,6 +168,35 @@ def test_parameters_on_the_host_are_stepped_when_the_backward_returns_and_gradie
             torch.testing.assert_close(local(each.detach()), moved, rtol=1e-12, atol=1e-12)
 
     on_ranks(2, on_rank)
+
+
+def test_inner_modules_that_are_called_by_themselves_are_stepped_behind_the_backward() -> None:
+    """Each call is a forward of its own, and its units are reduced for each."""
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        found: Any = model
+        x = found.blocks[0](found.blocks[0](draw(4, 5, turn=turn, rank=rank)))
+        output = found.blocks[1](x) if turn % 2 else found(draw(4, 3, turn=turn, rank=rank))
+        loss = output.square().mean()
+        loss.backward()
+        return [loss.detach()]
+
+    assert_parity(seeded(Net), step, 2, turns=4, optimizer=in_backward(adam), settings=OFFLOADED)
+
+
+def test_microbatches_that_replicas_add_up_later_are_accumulated() -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        losses = []
+        for part in range(3):
+            waits = polyshard.no_all_reduce(model) if part < 2 and is_sharded(model) else nullcontext()
+            with waits:
+                loss = model(draw(4, 3, turn=3 * turn + part, rank=rank)).square().mean()
+                loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    settings = {**OFFLOADED, "strategy": "hybrid_shard", "shard_size": 2}
+    assert_parity(seeded(Net), step, 4, turns=2, optimizer=in_backward(adam), settings=settings)
 
 
 def test_schedulers_state_and_another_optimizer_go_on() -> None:

@@ -24,13 +24,15 @@ import torch
 from matrices import exact
 from parity import draw, local, one_core, seeded, threaded, units_of
 from polyshard import checkpoint
-from polyshard.errors import CollectiveTimeoutError, PolyshardError, RankMismatchError
+from polyshard.errors import CollectiveTimeoutError, ConfigError, PolyshardError, RankMismatchError
 from polyshard.interfaces import PluginContext
+from polyshard.optim import step_in_backward
 from polyshard.planning import thresholds
 from polyshard.planning.device_mesh import mesh_over
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from polyshard_fsdp2 import CPUOffloadPolicy, FSDPModule, fully_shard
 from random_programs import (
+    ONE_REDUCTION,
     Event,
     Extra,
     Program,
@@ -147,7 +149,18 @@ class Run:
         self.seen = Seen()
         for event in step.events:
             self._happens(event, index)
+        if self.sharded and self.program.in_backward:
+            self._hand_over(step)
         self._train(index, step)
+
+    def _hand_over(self, step: Step) -> None:
+        """Let the optimizer step in the backward of ``step`` where it can, and elsewhere not."""
+        optimizer = self.optimizer[0] if step.turn in ONE_REDUCTION and step.clip is None else None
+        try:
+            step_in_backward(self.model, optimizer)
+        except ConfigError:
+            # Nothing is parked, or with no copy.
+            step_in_backward(self.model, None)
 
     def _train(self, index: int, step: Step) -> None:
         turn, losses = step.turn, []

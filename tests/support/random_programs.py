@@ -88,6 +88,13 @@ ONE_FORWARD = (
 )
 
 
+#: Those with one backward that reduces a unit, behind which an optimizer may step over it.
+ONE_REDUCTION = (
+    *(Turn.PLAIN, Turn.NO_SYNC, Turn.GRAD_FIRST, Turn.GRAD_ALONE, Turn.INPUTS, Turn.PARAMETERS, Turn.PENALTY),
+    *(Turn.LOOK, Turn.AROUND, Turn.INSIDE),
+)
+
+
 def forwards_of(turn: Turn) -> int:
     """How many forwards a step has, but for those that only look."""
     if turn in WAITING:
@@ -172,6 +179,8 @@ class Program:
     nested: bool
     """Whether a block has another one inside."""
     family: Family
+    in_backward: bool
+    """Whether the optimizer steps there where it can."""
     small: dict[str, int]
     """Sizes (``planning/thresholds.py``) from which on the engine takes another way: small, as these parameters are."""
     free: bool
@@ -398,6 +407,7 @@ def draw_program(number: int) -> Program:
         tied=tied,
         nested=drawn.random() < 0.3,
         family=family,
+        in_backward=not free and optimizer != "muon" and drawn.random() < 0.7,
         small={name: size for name, size in SMALL.items() if drawn.random() < 0.3},
         free=free,
         steps=steps,
@@ -425,7 +435,9 @@ def smaller(program: Program) -> Iterator[Program]:
                     its = (*way[:at], less, *way[at + 1 :])
                     simpler.append(replace(step, ways=(*step.ways[:number], its, *step.ways[number + 1 :])))
         yield from (replace(program, steps=(*others[0], each, *others[1])) for each in simpler)
-    yield from (replace(program, **{name: False}) for name in ("nested", "tied") if getattr(program, name))
+    yield from (
+        replace(program, **{name: False}) for name in ("nested", "tied", "in_backward") if getattr(program, name)
+    )
     if program.family is not Family.DENSE:
         yield replace(program, family=Family.DENSE)
     for name in program.small:
@@ -454,7 +466,7 @@ def _settings(drawn: random.Random, world_size: int, family: Family, single: boo
         "front": drawn.choice(("shard", "shard", "composed", "drop-in")),
         "offload": drawn.choice(
             (
-                *("none", "none", "none", "cpu", "optimizer"),
+                *("none", "none", "none", "cpu", "optimizer", "optimizer"),
                 {
                     "name": "partial",
                     "device_bytes": drawn.choice((256, 1024, 4096)),

@@ -15,8 +15,9 @@ def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
 
     For ``offload="optimizer"``. The loop stays as it is: ``optimizer.step()`` updates what is left, and is to be called
     behind each backward that reduces. Behind ``backward()``, parameters in host memory are those of the next step.
-    Learning rates are those at the backward. Units on the device, parameters outside of units, and units of which some
-    parameter has no gradient on this rank, or a hook behind its accumulation, are updated by ``step()``.
+    Learning rates are those at the backward. Units on the device, parameters outside of units, units of which some
+    parameter has no gradient on this rank, or a hook behind its accumulation, and all units where inner modules were
+    called by themselves are updated by ``step()``.
 
     One backward that reduces belongs to each step: others of the step are inside of ``no_sync``. What is too late then
     raises ``StateError``: clipping, ``GradScaler``, a forward, a checkpoint or a changed learning rate between backward

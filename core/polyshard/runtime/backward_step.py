@@ -57,9 +57,9 @@ class _Stepped(NamedTuple):
 class BackwardStep:
     """Steps ``optimizer`` in the backwards of one root, until ``remove``."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rank: int, is_last: Callable[[], bool]) -> None:
-        """``rank``: in messages; ``is_last``: whether no later backward adds to the gradients of the one that runs."""
-        self._optimizer, self._rank, self._is_last = optimizer, rank, is_last
+    def __init__(self, optimizer: torch.optim.Optimizer, rank: int, reduces_once: Callable[[], bool]) -> None:
+        """``rank``: in messages; ``reduces_once``: whether the backward that runs delivers whole gradients at once."""
+        self._optimizer, self._rank, self._reduces_once = optimizer, rank, reduces_once
         self._name = type(optimizer).__name__
         # Torch's copies have state and groups, others may need more. What a scheduler put around ``step`` counts calls.
         self._part = copy.copy(optimizer)
@@ -108,7 +108,7 @@ class BackwardStep:
         arrives: Callable[[], None],
     ) -> None:
         """Step over ``parameters`` of ``unit``, whose gradients are views of ``gradient``, once ``arrives`` returns."""
-        if not self._is_last():
+        if not self._reduces_once():
             return
         own = set(parameters)
         groups = [

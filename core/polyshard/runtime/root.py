@@ -49,9 +49,9 @@ def _tell_failed_backward(held: weakref.ref[Root], reference: object) -> None:
         root.tell_failed_backward(reference)
 
 
-def _ends_with_backward(held: weakref.ref[Root]) -> bool:
+def _reduces_once(held: weakref.ref[Root]) -> bool:
     root = held()
-    return root is not None and root.last_backward
+    return root is not None and root.reduces_once
 
 
 class Root:
@@ -167,6 +167,9 @@ class Root:
         #: What is above the runtime, and what ends it before the communicators, called with this root on every rank;
         #: None for nothing.
         self.attached: tuple[Any, Callable[[Root], None]] | None = None
+        #: Whether the backward that runs is the last of its step, and no inner module was called by itself before it,
+        #: whose units it may reduce more than once.
+        self.reduces_once = False
         #: Steps an optimizer over parked units in backwards; None where nobody asked for it.
         self.backward_step: BackwardStep | None = None
         self.recorder.when_failed = self._keep_memory
@@ -303,8 +306,8 @@ class Root:
         if self.backward_step is not None:
             self.backward_step.remove()
         # The optimizer, which has its hooks, may outlive the model.
-        is_last = partial(_ends_with_backward, weakref.ref(self))
-        self.backward_step = None if optimizer is None else BackwardStep(optimizer, self.rank, is_last)
+        reduces_once = partial(_reduces_once, weakref.ref(self))
+        self.backward_step = None if optimizer is None else BackwardStep(optimizer, self.rank, reduces_once)
         for unit in self.units:
             unit.gradients.stepper = self.backward_step
 
@@ -399,6 +402,7 @@ class Root:
             self._refuse_outdated()
         self.phase = Phase.BACKWARD
         self._unfollowed = False
+        self.reduces_once = self.last_backward and (self._followed or not self._apart)
         self.accumulates = self._named or any(
             leaf.requires_grad and _torch_private.will_accumulate(leaf)
             for module_state in reversed(self.module_states)
@@ -592,6 +596,7 @@ class Root:
         else:
             self._unfinished = self.awaits_optimizer = True
             self.reducer.settle()
+        self.reduces_once = False
         for module_state in self.module_states:
             if not module_state.entered:
                 module_state.reset()
@@ -687,7 +692,7 @@ class Root:
             self.refuse_ended("A forward")
         self.refuse_open_stream("A forward")
         self.active = None
-        self._unfinished = False
+        self._unfinished = self.reduces_once = False
         self.phase = Phase.IDLE if self.recorder.failure is None else Phase.FAILED
         self.execution_order.end_backward()
         self._backward_order.end()
