@@ -398,6 +398,8 @@ _POLYSHARD: dict[str, dict[str, Any]] = {
     "polyshard-captured-fp8": {"precision": "fp8_linear"},
     "polyshard-in-backward": {"offload": "optimizer"},
     "polyshard-clipped": {"offload": "optimizer"},
+    "polyshard-in-backward-clipped": {"offload": "optimizer"},
+    "polyshard-in-backward-taken-back": {"offload": "optimizer"},
 }
 
 
@@ -429,9 +431,11 @@ def _polyshard(site: Site, *, kind: str, overrides: dict[str, str]) -> Step:
     polyshard.shard(model, config, initializer=initializer(model))
     captured = "captured" in kind
     optimizer = adamw(polyshard.flat_parameters(model), capturable=captured)
-    if kind == "polyshard-in-backward":
-        polyshard.optim.step_in_backward(model, optimizer)
-    clip = partial(polyshard.clip_grad_norm_, max_norm=1.0) if kind == "polyshard-clipped" else None
+    # Norms are below the one, and above the other.
+    most = {"clipped": 1e9, "back": 1e-9}.get(kind.rpartition("-")[2])
+    clip = None if most is None else partial(polyshard.clip_grad_norm_, max_norm=most)
+    if "in-backward" in kind:
+        polyshard.optim.step_in_backward(model, optimizer, keeps_former=clip is not None)
     step = EagerStep(model, optimizer, clip=clip)
     return CapturedPolyshard(model, step) if captured else step
 

@@ -32,8 +32,13 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def train(rank: int, settings: dict[str, Any], flat: bool) -> tuple[list[float], list[float], float, set[str]]:
-    """Losses with and without steps in the backward; the largest difference of parameters; where state is."""
+def train(
+    rank: int, settings: dict[str, Any], flat: bool, most: float | None
+) -> tuple[list[float], list[float], float, set[str]]:
+    """Losses with and without steps in the backward; the largest difference of parameters; where state is.
+
+    ``most``: norm of gradients; None for any.
+    """
     device = settle_on_device(rank)
     torch.manual_seed(0)
     # Copies of a unit take far longer than the host needs to get to its next call.
@@ -45,12 +50,14 @@ def train(rank: int, settings: dict[str, Any], flat: bool) -> tuple[list[float],
         given = polyshard.flat_parameters(model) if flat else list(model.parameters())
         optimizer = torch.optim.AdamW(given, lr=1e-3, fused=True)
         if hands_over:
-            step_in_backward(model, optimizer)
+            step_in_backward(model, optimizer, keeps_former=most is not None)
         generator = torch.Generator().manual_seed(3 + rank)
         seen = []
         for _ in range(6):
             loss = model(torch.randn(64, 1024, generator=generator).to(device)).square().mean()
             loss.backward()
+            if most is not None:
+                polyshard.clip_grad_norm_(model, most)
             optimizer.step()
             optimizer.zero_grad()
             seen.append(loss.detach())
@@ -61,7 +68,8 @@ def train(rank: int, settings: dict[str, Any], flat: bool) -> tuple[list[float],
     return *losses, max(float((local(a) - local(b)).abs().max()) for a, b in pairs if local(a).numel()), devices
 
 
-@pytest.mark.parametrize("flat", [True, False])
+# The norm falls from step to step.
+@pytest.mark.parametrize(("flat", "most"), [(True, None), (False, None), (True, 0.5), (False, 1e-3)])
 @pytest.mark.parametrize(
     ("settings", "devices"),
     [
@@ -73,8 +81,10 @@ def train(rank: int, settings: dict[str, Any], flat: bool) -> tuple[list[float],
     ],
     ids=str,
 )
-def test_training_is_that_of_steps_behind_the_backward(settings: dict[str, Any], devices: set[str], flat: bool) -> None:
-    for handed, plain, difference, found in run(train, settings, flat):
+def test_training_is_that_of_steps_behind_the_backward(
+    settings: dict[str, Any], devices: set[str], flat: bool, most: float | None
+) -> None:
+    for handed, plain, difference, found in run(train, settings, flat, most):
         assert handed == plain
         assert difference == 0
         assert found == devices

@@ -287,11 +287,11 @@ def _average(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     [
         (_again, "A forward came between a backward.*'blocks.2' and 3 other units.*no_sync"),
         (_at_once, "got a second gradient behind a step of SGD.*no_sync"),
-        (_clip, r"clip_grad_norm_\(\) came between"),
+        (_clip, r"clip_grad_norm_\(\) came behind a backward"),
         (_clip_by_torch, "gradient of 'blocks.2' was changed behind the backward"),
         (_drop, "gradient of 'blocks.2' was changed behind the backward"),
         (_set_rate, "Settings of SGD were changed"),
-        (_unscale, "GradScaler came between"),
+        (_unscale, "GradScaler came behind a backward"),
         (_close_over, "SGD was given a closure"),
         (_save, r"state_dict\(\) of the optimizer came between"),
         (_average, r"AveragedWeights\(\) came between"),
@@ -306,6 +306,137 @@ def test_what_comes_too_late_is_refused(then: Callable[..., None], says: str) ->
             then(model, optimizer)
 
     on_ranks(2, on_rank)
+
+
+# --- taken back ---
+
+
+def _clip_all(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    clip = polyshard.clip_grad_norm_ if is_sharded(model) else lambda _, norm: _clip_by(nn.utils, model, norm)
+    clip(model, 0.01)
+
+
+def _clip_by(utils: Any, model: nn.Module, norm: float) -> None:
+    utils.clip_grad_norm_(model.parameters(), norm)
+
+
+def _clip_torch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    _clip_by(nn.utils, model, 0.01)
+
+
+def _accumulate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(draw(4, 3, turn=7)).sum().backward()
+
+
+def _accumulate_from_one_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    outputs = [model(draw(4, 3, turn=turn)) for turn in (7, 8)]
+    for output in outputs:
+        output.square().sum().backward()
+
+
+def _rate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 2.0
+
+
+def _clear(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+def _halve_one(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    found: Any = model
+    found.blocks[1].up.weight.grad.mul_(0.5)
+
+
+def _fail(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    optimizer.step()
+    optimizer.zero_grad()
+    found: Any = model
+    handle = found.first.register_forward_hook(lambda _, __, output: output.register_hook(fail) and None)
+    with pytest.raises(ArithmeticError):
+        model(draw(4, 3, turn=7)).sum().backward()
+    handle.remove()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("make", [adam, flat_adam])
+@pytest.mark.parametrize(
+    "then", [_clip_all, _clip_torch, _accumulate, _accumulate_from_one_graph, _rate, _clear, _halve_one, _fail]
+)
+def test_with_former_values_what_comes_late_is_what_an_unsharded_model_does(
+    then: Callable[..., None], make: MakeOptimizer
+) -> None:
+    """All ranks see the same batches: the mean of their gradients is each one's."""
+    if then is _halve_one and make is flat_adam:
+        pytest.skip("a view of the flat gradient, made anew: nothing tells")
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for turn in range(4):
+            model(draw(4, 3, turn=turn)).square().mean().backward()
+            if turn != 1:
+                then(model, optimizer)
+            optimizer.step()
+            if turn != 2:
+                optimizer.zero_grad()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        model = sharded_copy(seeded(Net), rank, world, batch_nbytes=0, **SOME_PARKED)
+        optimizer = make(model)
+        step_in_backward(model, optimizer, keeps_former=True)
+        train(model, optimizer)
+        return whole(model)
+
+    reference = seeded(Net)
+    train(reference, make(reference))
+    wanted = {name: each.detach() for name, each in reference.named_parameters()}
+    for found in on_ranks(2, on_rank):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_norm_below_its_limit_leaves_the_step_of_the_backward() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(seeded(Net), rank, world, **OFFLOADED)
+        optimizer = adam(model)
+        step_in_backward(model, optimizer, keeps_former=True)
+        square_step(model, 0, rank)
+        stepped = [local(each.detach()).clone() for each in model.parameters()]
+        for clip in (polyshard.clip_grad_norm_, lambda model, norm: _clip_by(nn.utils, model, norm)):
+            clip(model, 1e6)
+        optimizer.step()
+        for each, before in zip(model.parameters(), stepped, strict=True):
+            assert local(each.detach()).tolist() == before.tolist()
+            assert optimizer.state[each]["step"] == 1
+
+    on_ranks(2, on_rank)
+
+
+def test_with_former_values_a_scaler_skips_and_unscales() -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> float:
+        for turn in range(4):
+            loss = model(draw(4, 3, turn=turn)).square().mean()
+            scaler.scale(loss * (torch.inf if turn == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return float(scaler.get_scale())
+
+    def on_rank(rank: int, world: ThreadedWorld) -> tuple[float, dict[str, torch.Tensor]]:
+        model = sharded_copy(seeded(Net), rank, world, **OFFLOADED)
+        optimizer = adam(model)
+        step_in_backward(model, optimizer, keeps_former=True)
+        return train(model, optimizer, polyshard.GradScaler("cpu", init_scale=4.0)), whole(model)
+
+    reference = seeded(Net)
+    scale = train(reference, adam(reference), torch.amp.GradScaler("cpu", init_scale=4.0))
+    wanted = {name: each.detach() for name, each in reference.named_parameters()}
+    for found in on_ranks(2, on_rank):
+        assert found[0] == scale
+        torch.testing.assert_close(found[1], wanted, rtol=1e-12, atol=1e-12)
+
+
+# --- optimizers ---
 
 
 class Counting(torch.optim.SGD):

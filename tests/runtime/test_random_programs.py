@@ -13,7 +13,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,20 +147,19 @@ class Run:
     def begin(self, index: int, step: Step) -> None:
         """Events, forwards and backwards of one step."""
         self.seen = Seen()
+        where = self.program.in_backward if self.sharded else None
+        if where == "always":
+            self._hand_over(keeps_former=True)
         for event in step.events:
             self._happens(event, index)
-        if self.sharded and self.program.in_backward:
-            self._hand_over(step)
+        if where == "where it can" and step.turn in ONE_REDUCTION and step.clip is None:
+            self._hand_over()
         self._train(index, step)
 
-    def _hand_over(self, step: Step) -> None:
-        """Let the optimizer step in the backward of ``step`` where it can, and elsewhere not."""
-        optimizer = self.optimizer[0] if step.turn in ONE_REDUCTION and step.clip is None else None
-        try:
-            step_in_backward(self.model, optimizer)
-        except ConfigError:
-            # Nothing is parked, or with no copy.
-            step_in_backward(self.model, None)
+    def _hand_over(self, **options: Any) -> None:
+        """Let the optimizer step in the backward, if its parameters are parked, with a copy."""
+        with suppress(ConfigError):
+            step_in_backward(self.model, self.optimizer[0], **options)
 
     def _train(self, index: int, step: Step) -> None:
         turn, losses = step.turn, []
@@ -333,6 +332,8 @@ class Run:
             optimizer.step()
             if step.set_to_none is not None:
                 optimizer.zero_grad(set_to_none=step.set_to_none)
+        if self.sharded and self.program.in_backward == "where it can":
+            step_in_backward(self.model, None)
         for name, parameter in self.model.named_parameters():
             self.seen.parameters[name] = local(parameter.detach()).clone()
             if isinstance(parameter, DTensor):

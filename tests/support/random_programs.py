@@ -179,8 +179,8 @@ class Program:
     nested: bool
     """Whether a block has another one inside."""
     family: Family
-    in_backward: bool
-    """Whether the optimizer steps there where it can."""
+    in_backward: str | None
+    """Whether the optimizer steps there: ``"where it can"``, ``"always"``, taken back where it came too early; None."""
     small: dict[str, int]
     """Sizes (``planning/thresholds.py``) from which on the engine takes another way: small, as these parameters are."""
     free: bool
@@ -407,7 +407,7 @@ def draw_program(number: int) -> Program:
         tied=tied,
         nested=drawn.random() < 0.3,
         family=family,
-        in_backward=not free and optimizer != "muon" and drawn.random() < 0.7,
+        in_backward=drawn.choice((None, "where it can", "always")) if optimizer != "muon" and not free else None,
         small={name: size for name, size in SMALL.items() if drawn.random() < 0.3},
         free=free,
         steps=steps,

@@ -36,7 +36,7 @@ def clip_grad_norm(
     NonFiniteError: ``error_if_nonfinite``, and the norm is infinite or not a number; on all ranks.
     """
     if root.backward_step is not None:
-        root.backward_step.refuse_unsettled("clip_grad_norm_()")
+        root.backward_step.before_change("clip_grad_norm_()")
     gradients = ModelGradients(root, module)
     total = gradients.norm(norm_type, max_norm, error_if_nonfinite=error_if_nonfinite)
     if error_if_nonfinite:
@@ -120,7 +120,10 @@ class ModelGradients:
             for gradient in gradients:
                 by_place.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         for (place, dtype), tensors in by_place.items():
-            _torch_private.foreach_mul_(tensors, factor.to(device=place, dtype=dtype))
+            scale = factor.to(device=place, dtype=dtype)
+            # Host memory is slow, and the host may look.
+            if place.type != "cpu" or scale != 1:
+                _torch_private.foreach_mul_(tensors, scale)
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return (

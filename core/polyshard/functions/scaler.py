@@ -44,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         for stepping in {each.root.backward_step for each in found}:
             if stepping is not None:
-                stepping.refuse_unsettled("GradScaler")
+                stepping.before_change("GradScaler")
         if not allow_fp16:
             _refuse_fp16(found)
         inv_scale, found_inf = readable_scales(inv_scale, given), readable_scales(found_inf, given)

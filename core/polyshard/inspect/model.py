@@ -120,7 +120,7 @@ class ShardedModel:
                 f"{call} was called inside polyshard.unsharded() (rank {root.rank}). Leave the context first."
             )
         if root.backward_step is not None:
-            root.backward_step.refuse_unsettled(call)
+            root.backward_step.before_use(call)
 
     def refuse_ended(self, call: str) -> None:
         """Raise StateError if the model was closed or a communication failed; ``call`` begins the message."""
@@ -276,9 +276,9 @@ class ShardedModel:
             for value, place in zip(values, places, strict=True):
                 place.copy_(value)
 
-    def step_in_backward(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def step_in_backward(self, optimizer: torch.optim.Optimizer | None, *, keeps_former: bool = False) -> None:
         """Step ``optimizer`` over parked units in backwards, and no other one from now on; None for none."""
-        self._root.step_in_backward(optimizer)
+        self._root.step_in_backward(optimizer, keeps_former=keeps_former)
 
     @contextmanager
     def synchronising(self, synchronises: bool) -> Iterator[None]:

@@ -10,7 +10,7 @@ from ..inspect import outermost_model
 from .whole_tensors import WholeTensorOptimizer
 
 
-def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, keeps_former: bool = False) -> None:
     """Let ``optimizer`` update units in host memory as soon as their gradients are there, beside the backward.
 
     For ``offload="optimizer"``. The loop stays as it is: ``optimizer.step()`` updates what is left, and is to be called
@@ -19,14 +19,17 @@ def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
     parameter has no gradient on this rank, or a hook behind its accumulation, and all units where inner modules were
     called by themselves are updated by ``step()``.
 
-    One backward that reduces belongs to each step: others of the step are inside of ``no_sync``. What is too late then
-    raises ``StateError``: clipping, ``GradScaler``, a forward, a checkpoint or a changed learning rate between backward
-    and ``step()``, and a closure. Clip in ``step()`` alone, without this.
+    One backward that reduces belongs to each step: others of the step are inside of ``no_sync``. Between it and
+    ``step()`` clipping, ``GradScaler``, a forward, a checkpoint and a changed learning rate come too late, and raise
+    ``StateError``. With ``keeps_former`` they take the step back, which ``step()`` then makes: a norm that is below its
+    limit, as in most steps, leaves it as it is. Closures raise ``StateError`` always.
 
     Args:
         model: The outermost sharded module.
         optimizer: Updates each parameter by itself, from its gradient and state, as torch's do. It steps here, and the
             one that was given before does no more; None for none.
+        keeps_former: Whether parameters and state from before a step are kept: as much host memory again, and about
+            twice the traffic there.
 
     Raises:
         StateError: ``model`` is not the outermost sharded module, or is inside of a step or ``unsharded``.
@@ -65,4 +68,4 @@ def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
                 f"{type(unit.caster).__name__} of '{unit.name}' needs a scaled loss, and {name} would step with scaled "
                 f"gradients ({rank}). Train in bf16, or do without step_in_backward()."
             )
-    sharded.step_in_backward(optimizer)
+    sharded.step_in_backward(optimizer, keeps_former=keeps_former)

@@ -7,8 +7,9 @@ backward waits for all of them, so that nothing goes on behind it. The optimizer
 where they were, and updates what is left: units on the device, parameters outside of units, and units whose gradient
 may still change: one that this rank lacks a part of, which ``UsedParameters`` may take away, or that a hook sees first.
 
-What would be right between a backward and ``step()`` in a usual loop, and too late here, is refused: the former values
-are gone. Torch's functions scale gradients without moving a version, so ``step()`` looks at some elements of each.
+In a usual loop gradients and settings may change between a backward and ``step()``, and here they come too late. It is
+seen by what a gradient is, its versions, and some of its elements: torch's functions that scale many ``DTensor`` move
+no version. Where former values are kept, units get them back, and ``step()`` updates them; elsewhere it is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from .. import _torch_private
 from ..errors import StateError
+from ..planning.parts import is_dtensor
 from .reduce import Reducible
 
 #: Elements of a gradient that are compared.
@@ -43,23 +46,74 @@ class _Stepped(NamedTuple):
     gradients: Sequence[tuple[nn.Parameter, torch.Tensor]]
     flat: torch.Tensor
     """The gradient of the unit, and so of all of them (``[shard_numel]``)."""
-    sample: torch.Tensor
-    """Some of its elements, as bytes."""
+    looked: object
+    """What ``looks`` was in front of the step; None before that."""
+
+    @property
+    def looks(self) -> object:
+        """Equal as long as nothing is known to have changed the gradients."""
+        versions = [gradient._version for _, gradient in self.gradients]
+        some = self.flat[:: max(1, self.flat.numel() // _COMPARED)]
+        # As bytes: what is no number is not equal to itself.
+        return versions, self.flat._version, some.clone().view(torch.uint8).tolist()
 
     @property
     def changed(self) -> bool:
-        """Whether gradients are others now."""
-        if any(parameter.grad is not gradient for parameter, gradient in self.gradients):
-            return True
-        return not torch.equal(_sample(self.flat), self.sample)
+        """Whether parameters have other gradients now. They may have since before the step, where a backward failed."""
+        replaced = any(parameter.grad is not gradient for parameter, gradient in self.gradients)
+        return replaced or self.looks != self.looked
+
+
+class _Former:
+    """What a parameter and its state were before a step. Keeps its memory for the next one."""
+
+    def __init__(self) -> None:
+        # By name of the state; the parameter's own have none.
+        self._values: dict[str, Any] = {}
+
+    def keep(self, parameter: nn.Parameter, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+        values = {"": parameter.detach(), **states.get(parameter, {})}
+        for name in self._values.keys() - values.keys():
+            del self._values[name]
+        for name, value in values.items():
+            before = self._values.get(name)
+            if not isinstance(value, torch.Tensor):
+                self._values[name] = value
+            elif isinstance(before, torch.Tensor) and before.shape == _own(value).shape:
+                before.copy_(_own(value))
+            else:
+                self._values[name] = _own(value).clone()
+
+    def put_back(self, parameter: nn.Parameter, states: dict[torch.Tensor, dict[str, Any]]) -> None:
+        _own(parameter.detach()).copy_(self._values[""])
+        state = states.get(parameter, {})
+        for name in state.keys() - self._values.keys():
+            del state[name]
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                _own(value).copy_(self._values[name])
+            else:
+                state[name] = self._values[name]
+        if not state:
+            states.pop(parameter, None)
 
 
 class BackwardStep:
     """Steps ``optimizer`` in the backwards of one root, until ``remove``."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rank: int, reduces_once: Callable[[], bool]) -> None:
-        """``rank``: in messages; ``reduces_once``: whether the backward that runs delivers whole gradients at once."""
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, keeps_former: bool, rank: int, reduces_once: Callable[[], bool]
+    ) -> None:
+        """Step it from now on.
+
+        Args:
+            optimizer: As it updates each parameter by itself.
+            keeps_former: Whether a step that came too early is taken back.
+            rank: In messages.
+            reduces_once: Whether the backward that runs delivers whole gradients at once.
+        """
         self._optimizer, self._rank, self._reduces_once = optimizer, rank, reduces_once
+        self._former: dict[nn.Parameter, _Former] | None = {} if keeps_former else None
         self._name = type(optimizer).__name__
         # Torch's copies have state and groups, others may need more. What a scheduler put around ``step`` counts calls.
         self._part = copy.copy(optimizer)
@@ -76,7 +130,7 @@ class BackwardStep:
         self._hooks = (
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._behind),
-            optimizer.register_state_dict_pre_hook(lambda _: self.refuse_unsettled("state_dict() of the optimizer")),
+            optimizer.register_state_dict_pre_hook(lambda _: self.before_use("state_dict() of the optimizer")),
         )
 
     def remove(self) -> None:
@@ -90,14 +144,13 @@ class BackwardStep:
         """End the thread."""
         self._thread.shutdown()
 
-    def refuse_second(self, unit: Reducible) -> None:
-        """Raise StateError where ``unit``, which gets a gradient, was stepped with another one already."""
+    def before_gradient(self, unit: Reducible) -> None:
+        """``unit`` gets a gradient. Raises StateError where it was stepped with another one, without former values."""
         if unit in self._stepped:
-            raise StateError(
+            self._come_late(
                 f"'{unit.spec.label}' got a second gradient behind a step of {self._name} in the backward "
                 f"({self._where()}): the first one is used. Let each step have one forward and one backward that "
-                "reduces, the last one, and those before it inside of polyshard.no_sync(); or do without "
-                "step_in_backward()."
+                "reduces, the last one, and those before it inside of polyshard.no_sync()"
             )
 
     def take(
@@ -121,13 +174,17 @@ class BackwardStep:
             return
         if not self._stepped:
             self._settings = self._settings_now()
-        self._stepped[unit] = _Stepped(held, gradient, torch.empty(0))
+        self._stepped[unit] = _Stepped(held, gradient, None)
         self._running.append(self._thread.submit(self._step, unit, groups, arrives))
 
+    @torch.no_grad()
     def _step(self, unit: Reducible, groups: list[dict[str, Any]], arrives: Callable[[], None]) -> None:
         arrives()
         stepped = self._stepped[unit]
-        self._stepped[unit] = stepped._replace(sample=_sample(stepped.flat))
+        if self._former is not None:
+            for parameter, _ in stepped.gradients:
+                self._former.setdefault(parameter, _Former()).keep(parameter, self._optimizer.state)
+        self._stepped[unit] = stepped._replace(looked=stepped.looks)
         before = [_settings_of(group) for group in groups]
         self._part.param_groups = groups
         # Loading a state dict gives the optimizer another one.
@@ -146,9 +203,12 @@ class BackwardStep:
             each.result()
 
     def give_up(self) -> None:
-        """Wait for the steps of a backward that failed, and warn of them."""
+        """Wait for the steps of a backward that failed, and take them back, or warn of them."""
         with suppress(Exception):
             self.end()
+        if self._former is not None:
+            self._take_back()
+            return
         stepped = len(self._stepped)
         self._stepped.clear()
         if stepped:
@@ -158,16 +218,43 @@ class BackwardStep:
                 stacklevel=2,
             )
 
-    def refuse_unsettled(self, call: str) -> None:
-        """Raise StateError between a backward that stepped and ``step()``; ``call`` begins the message."""
+    def before_use(self, call: str) -> None:
+        """Parameters and state are read now; ``call`` begins the message.
+
+        Raises StateError between a backward that stepped and ``step()``, without former values.
+        """
         if self._stepped:
-            first = next(iter(self._stepped)).spec.label
-            raise StateError(
-                f"{call} came between a backward, in which {self._name} stepped over '{first}' and "
-                f"{len(self._stepped) - 1} other units, and its step() ({self._where()}). Call step() behind each "
-                "backward: it updates the rest. Microbatches before the last belong inside of polyshard.no_sync(); "
-                "gradients that are clipped or unscaled need step() alone, without step_in_backward()."
+            self._come_late(
+                f"{call} came between a backward, in which {self._name} stepped over {self._units()}, and its step() "
+                f"({self._where()}). Call step() behind each backward: it updates the rest. Microbatches before the "
+                "last belong inside of polyshard.no_sync()"
             )
+
+    def before_change(self, call: str) -> None:
+        """Gradients are scaled now; ``call`` begins the message. Raises StateError as ``before_use``."""
+        if self._stepped and self._former is None:
+            self._come_late(
+                f"{call} came behind a backward in which {self._name} stepped over {self._units()} ({self._where()}), "
+                "and would scale gradients that are used"
+            )
+
+    def _units(self) -> str:
+        return f"'{next(iter(self._stepped)).spec.label}' and {len(self._stepped) - 1} other units"
+
+    def _come_late(self, why: str) -> None:
+        """Take the steps back. Raises StateError where former values are not kept: ``why`` begins the message."""
+        if self._former is None:
+            raise StateError(f"{why}; or do without step_in_backward(), or give it keeps_former=True.")
+        self.end()
+        self._take_back()
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        assert self._former is not None
+        for stepped in self._stepped.values():
+            for parameter, _ in stepped.gradients if stepped.looked is not None else ():
+                self._former[parameter].put_back(parameter, self._optimizer.state)
+        self._stepped.clear()
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if len(args) > 1 or kwargs.get("closure") is not None:
@@ -177,21 +264,18 @@ class BackwardStep:
             )
         self.end()
         self._show()
-        if not self._stepped:
-            return
-        stepped, self._stepped = self._stepped, {}
-        changed = next((unit.spec.label for unit, each in stepped.items() if each.changed), None)
-        if changed is not None:
-            raise StateError(
-                f"The gradient of '{changed}' was changed behind the backward in which {self._name} stepped with it "
-                f"({self._where()}). What clips or scales gradients, or sets them to None before step(), needs "
-                "step() alone: do without step_in_backward()."
+        changed = [unit.spec.label for unit, each in self._stepped.items() if each.changed]
+        if changed:
+            self._come_late(
+                f"The gradient of '{changed[0]}' was changed behind the backward in which {self._name} stepped with it "
+                f"({self._where()}). Let nothing scale gradients, or set them to None, before step()"
             )
-        if self._settings_now() != self._settings:
-            raise StateError(
+        elif self._stepped and self._settings_now() != self._settings:
+            self._come_late(
                 f"Settings of {self._name} were changed between a backward in which it stepped and its step() "
-                f"({self._where()}). Set a learning rate before the backward or behind step()."
+                f"({self._where()}). Set a learning rate before the backward or behind step()"
             )
+        stepped, self._stepped = self._stepped, {}
         self._hidden += [pair for each in stepped.values() for pair in each.gradients]
         for parameter, _ in self._hidden:
             parameter.grad = None
@@ -216,5 +300,6 @@ def _settings_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in values}
 
 
-def _sample(flat: torch.Tensor) -> torch.Tensor:
-    return flat[:: max(1, flat.numel() // _COMPARED)].clone().view(torch.uint8)
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of ``tensor``."""
+    return _torch_private.local_tensor(tensor) if is_dtensor(tensor) else tensor

@@ -28,8 +28,8 @@ _is_trained = attrgetter("requires_grad")
 class Stepper(Protocol):
     """Steps an optimizer in the backward."""
 
-    def refuse_second(self, unit: Reducible) -> None:
-        """Raise StateError where ``unit`` was stepped with a gradient already."""
+    def before_gradient(self, unit: Reducible) -> None:
+        """``unit`` gets a gradient. Raises StateError where another one was used already."""
 
     def take(
         self,
@@ -283,7 +283,7 @@ class Gradients:
 
     def _deliver(self, result: torch.Tensor) -> object:
         if self.stepper is not None:
-            self.stepper.refuse_second(self.unit)
+            self.stepper.before_gradient(self.unit)
         if result.dtype != self._dtypes.grad:
             result = result.to(self._dtypes.grad)
         if self.scale is not None:

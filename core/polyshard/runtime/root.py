@@ -277,7 +277,7 @@ class Root:
         if self.audit is not None and self.audit.done:
             self.end_audit()
         if self.backward_step is not None:
-            self.backward_step.refuse_unsettled("A forward")
+            self.backward_step.before_use("A forward")
         self.refuse_unseen_gradients()
         self.adopt_changes()
         for unit in self.units:
@@ -301,13 +301,14 @@ class Root:
         if self.events.steps:
             self.events.step_begin(module)
 
-    def step_in_backward(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def step_in_backward(self, optimizer: torch.optim.Optimizer | None, *, keeps_former: bool = False) -> None:
         """Step ``optimizer`` over parked units in backwards, and no other one from now on; None for none."""
         if self.backward_step is not None:
             self.backward_step.remove()
         # The optimizer, which has its hooks, may outlive the model.
         reduces_once = partial(_reduces_once, weakref.ref(self))
-        self.backward_step = None if optimizer is None else BackwardStep(optimizer, self.rank, reduces_once)
+        given = self.rank, reduces_once
+        self.backward_step = None if optimizer is None else BackwardStep(optimizer, keeps_former, *given)
         for unit in self.units:
             unit.gradients.stepper = self.backward_step
 
@@ -349,7 +350,7 @@ class Root:
     def begin_gathers(self) -> None:
         """Let gathers from here on read the masters as they are now, whoever changed them."""
         if self.backward_step is not None:
-            self.backward_step.refuse_unsettled("A gather")
+            self.backward_step.before_use("A gather")
         self.streams.begin_forward()
         for offload in self._parking:
             offload.begin_forward()
