@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -50,14 +51,23 @@ class _Staging:
     buffer: torch.Tensor
     crossed: torch.Event
     """Recorded after the copy out of ``buffer``; until then the host must not write into it."""
+    cast: Future[None] | None = None
+    """That of the master into ``buffer``, for the first fetch of a forward; None where it was used."""
+
+    @torch.no_grad()
+    def fill(self, master: torch.Tensor) -> None:
+        # The last copy out of it served the unit's previous gather, which has long been used: this rarely waits.
+        self.crossed.synchronize()
+        self.buffer.copy_(master)
 
 
 class CpuOffload(OffloadManager):
     """``cpu``: masters, gradients and so the optimizer live in host memory.
 
     On a CUDA device copies are asynchronous, on the current stream; a master is cast to the compute dtype on the host
-    first, so that a bf16 unit sends half the bytes of its fp32 master. On other devices every copy is done when the
-    call returns.
+    first, so that a bf16 unit sends half the bytes of its fp32 master. A thread casts those that the forwards before
+    fetched, in that order, from the beginning of a forward on: a cast takes longer than the host needs to launch a
+    block. On other devices every copy is done when the call returns.
 
     **Writing to masters.** Where master and compute dtype are equal, the copy to the device reads the master itself.
     ``sync_for_step`` waits for such copies, so an optimizer step after a backward is safe. After a forward without a
@@ -77,6 +87,7 @@ class CpuOffload(OffloadManager):
         # By master, and for as long as that lives: a unit has another name once its model is part of a larger one.
         self._staging: MutableMapping[torch.Tensor, _Staging] = WeakTensorKeyDictionary()
         self._master_read: MutableMapping[torch.Tensor, torch.Event] = WeakTensorKeyDictionary()
+        self._thread: ThreadPoolExecutor | None = None
         #: Gradients on their way to the host, by identity, and what is recorded behind each.
         self._arriving: dict[int, tuple[torch.Tensor, torch.Event]] = {}
         #: Sums, and gradients on their way to the host that will be added to them.
@@ -118,6 +129,12 @@ class CpuOffload(OffloadManager):
         self._owed.append((into, arriving))
         return into
 
+    def begin_forward(self) -> None:
+        for master, staging in self._staging.items():
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="polyshard-cast")
+            staging.cast = self._thread.submit(staging.fill, master)
+
     def await_grad(self, unit: UnitSpec, grad: torch.Tensor) -> None:
         arriving = self._arriving.get(id(grad))
         if arriving is not None:
@@ -141,10 +158,11 @@ class CpuOffload(OffloadManager):
             # is kept by the allocator until then.
             staging = _Staging(self._host_like(unit, own_slice), torch.Event(device=own_slice.device))
             self._staging[master] = staging
+        cast, staging.cast = staging.cast, None
+        if cast is None:
+            staging.fill(master)
         else:
-            # The last copy out of it served the unit's previous gather, which has long been used: this rarely waits.
-            staging.crossed.synchronize()
-        staging.buffer.copy_(master)
+            cast.result()
         own_slice.copy_(staging.buffer, non_blocking=True)
         _record(staging.crossed, own_slice.device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,25 @@ def test_a_second_fetch_does_not_overwrite_the_staging_buffer_of_the_first() -> 
     torch.cuda.synchronize()
     assert first.eq(1).all()
     assert second.eq(2).all()
+
+
+def test_a_forward_fetches_what_masters_are_when_it_begins() -> None:
+    offload = manager()
+    specs = [replace(unit(), name=f"layers.{index}") for index in range(3)]
+    masters = [offload.place(spec, torch.zeros(NUMEL, device=cuda())) for spec in specs]
+    slices = [torch.zeros(NUMEL, dtype=torch.bfloat16, device=cuda()) for _ in specs]
+    for turn in range(1, 4):
+        for index, master in enumerate(masters):
+            master.fill_(10.0 * turn + index)
+        # Twice, as for a gather between steps.
+        offload.begin_forward()
+        offload.begin_forward()
+        # The last one is not fetched in each forward.
+        for spec, master, own_slice in list(zip(specs, masters, slices, strict=True))[: 2 + turn % 2]:
+            offload.fetch(spec, master, own_slice)
+        torch.cuda.synchronize()
+        assert [own_slice.float().unique().tolist() for own_slice in slices[:2]] == [[10.0 * turn], [10.0 * turn + 1]]
+    assert slices[2].eq(32).all()
 
 
 def test_the_optimizer_does_not_overtake_a_copy_from_the_master_itself() -> None:
