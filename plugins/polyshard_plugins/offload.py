@@ -89,7 +89,7 @@ class CpuOffload(OffloadManager):
         self._master_read: MutableMapping[torch.Tensor, torch.Event] = WeakTensorKeyDictionary()
         self._thread: ThreadPoolExecutor | None = None
         #: Gradients on their way to the host, by identity, and what is recorded behind each.
-        self._arriving: dict[int, tuple[torch.Tensor, torch.Event]] = {}
+        self._arriving: dict[int, tuple[torch.Tensor, torch.cuda.Event]] = {}
         #: Sums, and gradients on their way to the host that will be added to them.
         self._owed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -120,8 +120,8 @@ class CpuOffload(OffloadManager):
         # New memory each time, because `.grad` of an earlier step may still be held somewhere. The allocator of pinned
         # memory keeps what was freed, so this does not page-lock anything from the second step on.
         arriving = self._host_like(unit, grad).copy_(grad, non_blocking=True)
-        # A thread that waits for it leaves its core to the optimizer.
-        arrived = torch.Event(device=grad.device, blocking=True)
+        # Who waits for a `torch.Event` spins. A thread that waits here leaves its core to the optimizer.
+        arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         _record(arrived, grad.device)
         self._arriving[id(arriving)] = arriving, arrived
         if into is None:
@@ -143,8 +143,10 @@ class CpuOffload(OffloadManager):
     @torch.no_grad()
     def sync_for_step(self) -> None:
         """Wait for copies from masters and of gradients, then add those gradients that accumulate."""
-        for event in (*self._master_read.values(), *(arrived for _, arrived in self._arriving.values())):
+        for event in self._master_read.values():
             event.synchronize()
+        for _, arrived in self._arriving.values():
+            arrived.synchronize()
         self._arriving.clear()
         # Only when all have arrived: `into` may itself be a tensor that was still arriving, on another stream.
         for into, arriving in self._owed:
@@ -418,5 +420,5 @@ def _budget(device_bytes: int | str, factor: float, where: str) -> ByBudget:
     return ByBudget(nbytes, float(factor))
 
 
-def _record(event: torch.Event, device: torch.device) -> None:
+def _record(event: torch.Event | torch.cuda.Event, device: torch.device) -> None:
     event.record(torch.cuda.current_stream(device))

@@ -270,10 +270,6 @@ def _unscale(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     scaler.step(optimizer)
 
 
-def _close_over(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step(lambda: 0.0)  # type: ignore[arg-type, unused-ignore]
-
-
 def _save(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.state_dict()
 
@@ -292,7 +288,6 @@ def _average(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         (_drop, "gradient of 'blocks.2' was changed behind the backward"),
         (_set_rate, "Settings of SGD were changed"),
         (_unscale, "GradScaler came behind a backward"),
-        (_close_over, "SGD was given a closure"),
         (_save, r"state_dict\(\) of the optimizer came between"),
         (_average, r"AveragedWeights\(\) came between"),
     ],
@@ -304,6 +299,24 @@ def test_what_comes_too_late_is_refused(then: Callable[..., None], says: str) ->
         model(draw(4, 3)).sum().backward()
         with pytest.raises(StateError, match=rf"(?s){says}.*"):
             then(model, optimizer)
+        # Told once: the program goes on as it likes.
+        optimizer.zero_grad()
+        square_step(model, 0, rank)
+        optimizer.step(None)
+
+    on_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("keeps_former", [False, True])
+def test_closures_are_refused(keeps_former: bool) -> None:
+    """Their backward would step inside of a step."""
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(seeded(Net), rank, world, **OFFLOADED)
+        optimizer = sgd(model)
+        step_in_backward(model, optimizer, keeps_former=keeps_former)
+        with pytest.raises(StateError, match="SGD was given a closure"):
+            optimizer.step(lambda: 0.0)  # type: ignore[arg-type, unused-ignore]
 
     on_ranks(2, on_rank)
 

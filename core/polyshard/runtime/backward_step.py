@@ -79,10 +79,12 @@ class _Former:
             before = self._values.get(name)
             if not isinstance(value, torch.Tensor):
                 self._values[name] = value
-            elif isinstance(before, torch.Tensor) and before.shape == _own(value).shape:
-                before.copy_(_own(value))
+                continue
+            value = _own(value)
+            if isinstance(before, torch.Tensor) and (before.shape, before.dtype) == (value.shape, value.dtype):
+                before.copy_(value)
             else:
-                self._values[name] = _own(value).clone()
+                self._values[name] = value.clone()
 
     def put_back(self, parameter: nn.Parameter, states: dict[torch.Tensor, dict[str, Any]]) -> None:
         _own(parameter.detach()).copy_(self._values[""])
@@ -242,10 +244,11 @@ class BackwardStep:
         return f"'{next(iter(self._stepped)).spec.label}' and {len(self._stepped) - 1} other units"
 
     def _come_late(self, why: str) -> None:
-        """Take the steps back. Raises StateError where former values are not kept: ``why`` begins the message."""
-        if self._former is None:
-            raise StateError(f"{why}; or do without step_in_backward(), or give it keeps_former=True.")
+        """Take the steps back. Without former values: raises StateError, once; ``why`` begins the message."""
         self.end()
+        if self._former is None:
+            self._stepped.clear()
+            raise StateError(f"{why}; or do without step_in_backward(), or give it keeps_former=True.")
         self._take_back()
 
     @torch.no_grad()
@@ -257,7 +260,7 @@ class BackwardStep:
         self._stepped.clear()
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if len(args) > 1 or kwargs.get("closure") is not None:
+        if any(each is not None for each in (*args[1:], kwargs.get("closure"))):
             raise StateError(
                 f"{self._name} was given a closure, whose backward would step it inside of its step "
                 f"({self._where()}). Call backward() before step()."
