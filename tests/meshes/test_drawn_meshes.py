@@ -63,7 +63,7 @@ def drawn(seed: int) -> Plan:
     pick = random.Random(seed)
     ranks = pick.choice([2, 4, 4, 4, 8])
     replicas, shards, parts = (2, 2, 2) if ranks == 8 else pick.choice(SIZES[ranks])
-    settings: list[tuple[str, Any]] = [("offload", pick.choice(["none", "none", "cpu"]))]
+    settings: list[tuple[str, Any]] = [("offload", pick.choice(["none", "none", "cpu", "optimizer"]))]
     settings.append(("batch_nbytes", pick.choice([0, 4096, "128 MiB"])))
     hybrid = replicas > 1 or pick.random() < 0.3
     if hybrid:

@@ -27,7 +27,7 @@ from meshed_models import (
     tokens_of,
 )
 from parity import seeded
-from polyshard.optim import Muon, for_matrices
+from polyshard.optim import Muon, for_matrices, step_in_backward
 from processes import KeptRanks, device_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -267,6 +267,7 @@ def train(rank: int, plan: Plan, device_type: str = "cpu") -> Ended:
         device = next(model.parameters()).device
         trainer = Polyshard(plan, model, mesh)
         stepped: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=1.0)]
+        trainer.hand_over(stepped)
         before = trainer.whole()
         for turn in range(1 + plan.steps):
             losses = []
@@ -283,6 +284,7 @@ def train(rank: int, plan: Plan, device_type: str = "cpu") -> Ended:
                 after = trainer.whole()
                 ended.gradients = {name: before[name] - after[name] for name in before}
                 stepped = trainer.optimizers(plan.optimizer)
+                trainer.hand_over(stepped)
         ended.parameters = trainer.whole()
         trainer.close()
     return ended
@@ -318,6 +320,11 @@ class Polyshard:
     def optimizers(self, kind: str) -> list[torch.optim.Optimizer]:
         """For the steps behind the first."""
         return optimizers(self.model, kind, sharded=True)
+
+    def hand_over(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Let the one optimizer step in the backward, where that is served."""
+        if ("offload", "optimizer") in self.plan.settings and self.plan.optimizer != "muon":
+            step_in_backward(self.model, *optimizers, keeps_former=True)
 
     def close(self) -> None:
         """Give back what was taken."""
