@@ -12,7 +12,7 @@ from polyshard.interfaces import COMPLETED, Collectives, PluginContext, Work
 from polyshard_backends.fake import FakeCollectives
 from polyshard_plugins.block_scaled import Fp8, Int8
 from polyshard_plugins.finite import Finite
-from polyshard_plugins.offload import CpuOffload, NoOffload, PartialOffload
+from polyshard_plugins.offload import CpuOffload, NoOffload, OptimizerOffload, PartialOffload
 from polyshard_plugins.precision import Bf16, Fp16, Fp32
 from polyshard_plugins.trace import Trace
 from polyshard_policies.functions import Size
@@ -28,6 +28,7 @@ CASES: dict[str, tuple[type[Any], Callable[[PluginContext], Any]]] = {
     "NoOffload": (OffloadSuite, NoOffload),
     "CpuOffload": (OffloadSuite, CpuOffload),
     "UnpinnedCpuOffload": (OffloadSuite, lambda context: CpuOffload(context, pin_memory=False)),
+    "OptimizerOffload": (OffloadSuite, OptimizerOffload),
     "PartialOffload": (OffloadSuite, lambda context: PartialOffload(context, units="*.[0-1]", inner="optimizer")),
     "Fp32": (PrecisionSuite, Fp32),
     "Bf16": (PrecisionSuite, Bf16),

@@ -31,20 +31,14 @@ from parity import (
     whole,
 )
 from polyshard import checkpoint
-from polyshard.interfaces import OffloadManager
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.offload import OptimizerOffload
-from polyshard_testing import OffloadSuite, plugin_context
+from polyshard_testing import plugin_context
 from torch import nn
 
 BLOCKS = {"policy": units_of(Block)}
 OFFLOADED = {**BLOCKS, "offload": "optimizer"}
 CONTEXT = plugin_context("optimizer")
-
-
-class TestOptimizer(OffloadSuite):
-    def make(self) -> OffloadManager:
-        return OptimizerOffload(CONTEXT)
 
 
 def flat_adam(model: nn.Module) -> torch.optim.Optimizer:

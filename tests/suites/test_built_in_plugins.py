@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from polyshard.interfaces import PluginContext
 from polyshard_plugins.finite import Finite
-from polyshard_plugins.offload import CpuOffload, NoOffload
+from polyshard_plugins.offload import CpuOffload, NoOffload, OptimizerOffload
 from polyshard_plugins.precision import Bf16, Fp16, Fp32, Mixed, Unchanged
 from polyshard_plugins.progress import Progress
 from polyshard_plugins.trace import Trace
@@ -47,6 +47,7 @@ CASES: dict[str, tuple[type[Any], Callable[[PluginContext], Any]]] = {
     "Mixed": (PrecisionSuite, lambda context: Mixed(context, **MIXED)),
     "NoOffload": (OffloadSuite, NoOffload),
     "CpuOffload": (OffloadSuite, CpuOffload),
+    "OptimizerOffload": (OffloadSuite, OptimizerOffload),
     "Always": (PolicySuite, Always),
     "Never": (PolicySuite, Never),
     "ModuleClass": (PolicySuite, lambda context: ModuleClass(context, [nn.LayerNorm, "torch.nn:Linear"])),

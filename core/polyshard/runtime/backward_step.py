@@ -143,8 +143,8 @@ class BackwardStep:
         self.close()
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
+        """End the thread, with the step that it is in."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def before_gradient(self, unit: Reducible) -> None:
         """``unit`` gets a gradient. Raises StateError where it was stepped with another one, without former values."""

@@ -699,7 +699,8 @@ class Root:
         self._backward_order.end()
         self.reducer.forget()
         self.streams.give_up()
-        if self.backward_step is not None:
+        if self.backward_step is not None and self.recorder.failure is None:
+            # Gradients of a communication that failed may never arrive.
             self.backward_step.give_up()
         self.reducer.discard()
         for module_state in self.module_states:
