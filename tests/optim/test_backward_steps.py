@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -31,6 +34,7 @@ from parity import (
     whole,
 )
 from polyshard.errors import ConfigError, PolyshardError, StateError
+from polyshard.interfaces import OffloadCapabilities, OffloadManager, UnitSpec
 from polyshard.optim import Muon, step_in_backward
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -99,6 +103,58 @@ def test_training_equals_the_unsharded_model(
         settings={**OFFLOADED, **settings},
         tolerance=1e-10 if optimizer is fused_adam else 1e-12,
     )
+
+
+class Late(OffloadManager):
+    """A stranger's: gradients arrive some time later, by a thread, and gathers read copies."""
+
+    api_version = 1
+    capabilities = OffloadCapabilities(parks=True, keeps_values=True, awaits_gradients=True)
+
+    def __init__(self) -> None:
+        self._copies: dict[UnitSpec, torch.Tensor] = {}
+        self._thread = ThreadPoolExecutor(1)
+        self._arriving: dict[int, Future[object]] = {}
+
+    def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
+        return shard.clone()
+
+    def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
+        if unit not in self._copies:
+            self._copies[unit] = master.clone()
+        own_slice.copy_(self._copies[unit])
+
+    def begin_forward(self) -> None:
+        self._copies.clear()
+
+    def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+        if into is not None:
+            return into.add_(grad)
+        stored = torch.full_like(grad, torch.nan)
+
+        def arrive() -> None:
+            time.sleep(0.01)
+            stored.copy_(grad)
+
+        self._arriving[id(stored)] = self._thread.submit(arrive)
+        return stored
+
+    def await_grad(self, unit: UnitSpec, grad: torch.Tensor) -> None:
+        if id(grad) in self._arriving:
+            self._arriving[id(grad)].result()
+
+    def sync_for_step(self) -> None:
+        for each in self._arriving.values():
+            each.result()
+        self._arriving = {}
+
+
+def test_a_strangers_manager_says_when_gradients_are_there() -> None:
+    def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
+        return polyshard.shard(model, dataclasses.replace(config, offload=Late(), batch_nbytes=0))
+
+    settings = {"policy": units_of(Block)}
+    assert_parity(seeded(Net), square_step, 2, turns=3, optimizer=in_backward(adam), settings=settings, wrap=wrap)
 
 
 class Branching(nn.Module):
