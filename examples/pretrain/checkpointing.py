@@ -17,6 +17,8 @@ from torch import nn
 #: Settings that say where the position in the text is; another text decides it, too.
 _ORDER = ("training.context", "training.seed")
 _TIED = "model.tie_word_embeddings"
+#: Changes that leave a step the mean over the same sequences.
+_SHARING = ("ranks", "training.microbatch")
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,12 @@ def _saved(models: Sequence[nn.Module], pp: int, tied: Mapping[str, str]) -> nn.
     return polyshard.checkpoint.Stages(models, tied=tied) if pp > 1 else models[0]
 
 
-def require_same(changes: Mapping[str, str], directory: Path) -> None:
-    """Raise ``ConfigError`` where ``changes`` are any."""
-    if changes:
+def require_same(changes: Mapping[str, str], directory: Path, *, any_ranks: bool = False) -> None:
+    """Raise ``ConfigError`` where ``changes`` are any; ``any_ranks``: other ones than how ranks share the batch."""
+    refused = [text for name, text in changes.items() if not (any_ranks and name in _SHARING)]
+    if refused:
         raise ConfigError(
-            f"{directory} cannot be gone on from bit for bit: {'; '.join(changes.values())}. Make it as it was, name "
-            "another output.folder, or accept what comes of it with --accept-changes."
+            f"{directory} cannot be gone on from bit for bit: {'; '.join(refused)}. Make it as it was, name another "
+            "output.folder, or accept what comes of it: another number of ranks with checkpoint.any_ranks=true, "
+            "everything with --accept-changes."
         )

@@ -106,6 +106,19 @@ class Training:
             )
         return self.batch // together
 
+    def fitting_microbatch(self, world_size: int) -> int:
+        """The largest of ``microbatch`` sequences at most in which ``world_size`` ranks share ``batch``.
+
+        Raises ``ConfigError`` where ranks cannot have equal parts of it.
+        """
+        part, rest = divmod(self.batch, world_size)
+        if rest:
+            raise ConfigError(
+                f"training.batch {self.batch} is no multiple of {world_size} rank(s) with other sequences. Start a "
+                "number of ranks that divides it."
+            )
+        return max(size for size in range(1, self.microbatch + 1) if part % size == 0)
+
     @property
     def tokens_per_step(self) -> int:
         """Of all ranks together."""
@@ -224,6 +237,7 @@ class Checkpoint:
     every: int = 50
     keep: int = 2
     asynchronous: bool = True
+    any_ranks: bool = False
 
     def __post_init__(self) -> None:
         _at_least_one("checkpoint", self)
@@ -303,6 +317,16 @@ class Settings:
                 f"parallel.pp is {parallel.pp} and output.export true: no rank has all of the model. Set it to false; "
                 "at the end, the same run with parallel.pp=1, output.export=true and --accept-changes exports it."
             )
+
+    def at(self, world_size: int) -> Settings:
+        """These for ``world_size`` ranks: where ``checkpoint.any_ranks``, with a microbatch that fits the batch.
+
+        Raises ``ConfigError`` where none does.
+        """
+        if not self.checkpoint.any_ranks:
+            return self
+        microbatch = self.training.fitting_microbatch(self.parallel.data_ranks(world_size))
+        return dataclasses.replace(self, training=dataclasses.replace(self.training, microbatch=microbatch))
 
     def microbatches(self, world_size: int) -> int:
         """How many a rank of ``world_size`` computes a step. Raises ``ConfigError`` where none fit."""

@@ -67,6 +67,7 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> in
     """
     code = 0
     output = Path(settings.output.folder)
+    settings = settings.at(ranks.world_size)
     settings.microbatches(ranks.world_size)
     require_trackers(settings.output)
     tokens = Tokens.read(ranks.from_first(lambda: prepare(settings.data)))
@@ -78,7 +79,7 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> in
         progress = load(directory, training.models, training.optimizers, settings)
         changes = progress.changes(settings, ranks, tokens.digest)
         if not arguments.accept_changes:
-            require_same(changes, directory)
+            require_same(changes, directory, any_ranks=settings.checkpoint.any_ranks)
         training.go_on(progress, changes)
         notes += [f"going on from {directory}", *(f"accepted: {change}" for change in changes.values())]
         if not keeps_ranks(changes):
@@ -128,6 +129,7 @@ def describe(config: Config, settings: Settings, world_size: int) -> str:
 def dry_run(settings: Settings, world_size: int) -> None:
     """Check what can be checked without other ranks, and say what a rank of ``world_size`` needs."""
     files = Files.find(settings.data)
+    settings = settings.at(world_size)
     training = settings.training
     accumulation = settings.microbatches(world_size)
     given = settings.data.tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -53,11 +54,11 @@ def arguments(folder: Path) -> list[str]:
     return ["--config", str(EXAMPLE / "llama_toy.toml"), *changes]
 
 
-def start(ranks: int, words: Sequence[str]) -> Finished:
+def start(ranks: int, words: Sequence[str], script: Path = EXAMPLE / "train.py") -> Finished:
     """Run the script on ``ranks`` CPU processes."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("POLYSHARD_")}
     environ = {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return run_script(ranks, EXAMPLE / "train.py", words, environ, 100.0)
+    return run_script(ranks, script, words, environ, 100.0)
 
 
 def scalars(folder: Path, name: str) -> dict[int, float]:
@@ -208,3 +209,30 @@ def test_another_number_of_ranks_and_compiled_blocks_see_the_same_text(whole: Ru
     expected, found = scalars(whole.folder, "loss/train"), scalars(folder, "loss/train")
     assert found == pytest.approx(expected, abs=1e-5)
     assert "tokens/s  memory" in ended.output
+
+
+def exact_losses(folder: Path) -> list[float]:
+    """Of each step of the run in ``folder``, in fp64."""
+    lines = (folder / "losses.jsonl").read_text().splitlines()
+    return [loss for line in lines for loss in json.loads(line)[1]]
+
+
+def test_a_run_goes_on_at_another_number_of_ranks_with_the_same_batch(tmp_path: Path) -> None:
+    (tmp_path / "held_out.txt").write_text("\u0133\u0167\u0142" * 70)
+    script = ROOT / "tests" / "support" / "pretrain_fp64.py"
+
+    def train(ranks: int, name: str, *words: str) -> Path:
+        # Of twelve sequences, four ranks take three each, two take six, and six take two.
+        changes = ("training.batch=12", "training.microbatch=3", "checkpoint.any_ranks=true", "output.export=false")
+        ended = start(ranks, [*arguments(tmp_path / name), *(w for c in changes for w in ("--set", c)), *words], script)
+        assert set(ended.codes) == {0}, ended
+        return tmp_path / name
+
+    expected = exact_losses(train(4, "whole"))
+    ended = train(4, "stopped", "--stop-after", "3")
+    for ranks in (2, 6):
+        shutil.copytree(ended, tmp_path / f"with-{ranks}")
+        found = exact_losses(train(ranks, f"with-{ranks}"))
+        assert found == pytest.approx(expected, abs=1e-9, rel=0), f"on {ranks} ranks"
+        assert len(found) == STEPS
+        assert expected[-1] < expected[0] - 0.1
