@@ -192,6 +192,20 @@ class Collectives(ABC):
         """
         return ""
 
+    @property
+    def replicas(self) -> Collectives | None:
+        """Jobs elsewhere that train the same model; None where this group is all there is.
+
+        Its ``all_reduce`` with ``ReduceOp.MEAN`` averages over the jobs that are there, this one among them. Rank k
+        meets rank k of each other job; all have the same number of ranks. The engine calls it behind each reduction of
+        gradients in this group, and nothing else of it. Who is there may change between steps: no rank elsewhere is
+        counted, and its ``world_size`` is 1.
+
+        What is lost on the way there must not raise where the job can go on without it: the plugin tells its caller
+        whether the step counts. Asked for once, at wrap.
+        """
+        return None
+
     def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
         """A context in which the engine allocates a storage of ``nbytes`` for ``role``: plain, registered or symmetric.
 
@@ -399,6 +413,10 @@ class CollectivesDecorator(Collectives):
     @property
     def reason(self) -> str:
         return self.inner.reason
+
+    @property
+    def replicas(self) -> Collectives | None:
+        return self.inner.replicas
 
     def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
         return self.inner.allocation(role, nbytes)

@@ -51,6 +51,9 @@ class UnitRanks:
     """Ranks among which gradients are reduced and scattered; None where each keeps them whole."""
     replicate: Collectives | None
     """Ranks that hold the same part, and add up its gradients behind that; None where there is no other."""
+    replicas: Collectives | None = None
+    """Jobs elsewhere that train the same model, over which gradients are averaged last (``Collectives.replicas``); None
+    where there are none. Their ranks are not counted."""
     divisor: float | None = None
     """What the sum of gradients over ``reduction`` and ``replicate`` is divided by; None for ``number``."""
     label: str = ""
@@ -126,28 +129,34 @@ class UnitRanks:
     @property
     def blends(self) -> bool:
         """Whether means of elements depend on the elements beside them."""
-        return any(each.capabilities.blends for each in (self.reduction, self.replicate) if each is not None)
+        return any(each.capabilities.blends for each in (self.reduction, self.behind) if each is not None)
+
+    @property
+    def behind(self) -> Collectives | None:
+        """Ranks that average gradients behind ``reduction``; None where there are none."""
+        return self.replicas if self.replicate is None else self.replicate
 
     @property
     def alone(self) -> bool:
-        return self.owner is None and self.replicate is None
+        return self.owner is None and self.behind is None
 
     def reduce(self, result: torch.Tensor, wire: torch.Tensor) -> Work:
         """Start taking the mean of ``wire`` (``[shard_size * n]``) over all ranks; ``result`` (``[n]``) gets the shard.
 
         ``wire`` is overwritten. Without shards the mean replaces it.
         """
+        behind = self.behind
         if self.reduction is None:
-            if self.replicate is None:
+            if behind is None:
                 return COMPLETED
-            return issued(self.replicate.all_reduce(wire, op=ReduceOp.MEAN), "all_reduce", self.replicate)
+            return issued(behind.all_reduce(wire, op=ReduceOp.MEAN), "all_reduce", behind)
         into = result if self.route is None else result.new_empty(self.route.rows * result.numel())
         scratch = self._scratch(self.reduction, into, wire)
         work = self.reduction.reduce_scatter(into, wire, op=ReduceOp.MEAN, scratch=scratch)
         work = issued(work, "reduce_scatter", self.reduction)
         if self.route is not None:
             work = ThenToOwners(work, self.route, [(result, into)])
-        return work if self.replicate is None else ThenAllReduce(work, self.replicate, result)
+        return work if behind is None else ThenAllReduce(work, behind, result)
 
     def reduce_many(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], results: torch.Tensor | None = None
@@ -165,22 +174,22 @@ class UnitRanks:
             work = ThenToOwners(
                 work, self.route, [(result, into) for (result, _), into in zip(pairs, intos, strict=True)]
             )
-        if self.replicate is None:
+        if self.behind is None:
             return work
         assert results is not None
-        return ThenAllReduce(work, self.replicate, results)
+        return ThenAllReduce(work, self.behind, results)
 
     @property
     def defers(self) -> bool:
         """Whether reductions have a second part, which may be left to a later backward: ``among_near``."""
-        return self.replicate is not None or self.route is not None
+        return self.behind is not None or self.route is not None
 
     @property
     def among_near(self) -> Self:
         """Those of the first part: without replicas, and without the way to the owners in other groups."""
         if self.route is None:
-            return replace(self, replicate=None)
-        return replace(self, replicate=None, route=None, rows=self.route.rows)
+            return replace(self, replicate=None, replicas=None)
+        return replace(self, replicate=None, replicas=None, route=None, rows=self.route.rows)
 
     @staticmethod
     def _scratch(among: Collectives, result: torch.Tensor, wire: torch.Tensor) -> torch.Tensor | None:
@@ -502,7 +511,8 @@ class FormedGroups:
             spread = self.world.world_size // lists.data_ranks if own else 1
             joined = lists.data if lists.data_ranks < self.world.world_size else []
             place = next((index for index, each in enumerate(joined) if self.world.rank in each), 0)
-            more = {"divisor": divisor, "label": lists.label, "spread": spread, "place": place, "lists": lists}
+            more: dict[str, Any] = {"divisor": divisor, "label": lists.label, "spread": spread, "place": place, "lists": lists}
+            more["replicas"] = self._replicas_beside(replicate)
             if near is None or owner is None:
                 found = UnitRanks.over(self.world, owner, replicate, **more)
             else:
@@ -522,13 +532,24 @@ class FormedGroups:
             same = each.lists is not None and each.lists.alike(lists)
             if same and each.divisor == divisor:
                 return each
-        found = self._ranks[id(lists), divisor] = replace(ranks, world=self.world)
+        replicas = self._replicas_beside(ranks.replicate)
+        found = self._ranks[id(lists), divisor] = replace(ranks, world=self.world, replicas=replicas)
         return found
 
     def neighbours(self, planned: PlannedRanks) -> Collectives | None:
         """The ranks that gather a unit for backward, and this one is among; None for all that share it."""
         size = planned.post_forward_size
         return None if size is None else self._group(planned.lists.neighbours(size))
+
+    def _replicas_beside(self, replicate: Collectives | None) -> Collectives | None:
+        replicas = self.world.replicas
+        if replicas is not None and replicate is not None:
+            raise ConfigError(
+                f"{type(self.world).__name__} averages gradients over other jobs, and {replicate.world_size} ranks of "
+                f"this one hold the same shards (rank {self.world.rank}): there are two kinds of replicas. Choose "
+                "strategy 'full_shard' or 'shard_grad_op', and start one job for each replica."
+            )
+        return replicas
 
     def _group(self, rank_lists: Groups) -> Collectives | None:
         """This rank's group of ``rank_lists``; None for a group of one."""

@@ -204,7 +204,7 @@ class Reducer:
         if ranks.reduction is None:
             return _Launch(members, flats, list(flats), copies)
         copies.spent.extend(buffers)
-        if ranks.replicate is None or len(members) == 1:
+        if ranks.behind is None or len(members) == 1:
             shards = [input.new_result(ranks.rows * input.layout.shard_numel) for input in inputs]
             result = shards[0]
         else:
