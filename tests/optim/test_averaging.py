@@ -314,3 +314,24 @@ def test_torchs_averaged_model_that_is_sharded_like_its_model_averages_pieces(
         return average(draw(4, 3)).detach()
 
     assert_all_close(on_ranks(world_size, on_rank), expected)
+
+
+@pytest.mark.slow
+def test_averages_go_on_from_a_state_dict_of_the_same_rank() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
+        first = AveragedWeights(model, 0.9)
+        optimizer = sgd(model.parameters())
+        train(model, rank, optimizer, range(2), first)
+        second = AveragedWeights(model, 0.9)
+        second.load_state_dict(first.state_dict())
+        train(model, rank, optimizer, range(2, 4), first, second)
+        assert first.updates == second.updates == 4
+        with first.applied():
+            expected = whole(model)
+        with second.applied():
+            assert_all_close([whole(model)], expected)
+        with pytest.raises(ConfigError, match="averages of other shapes"):
+            second.load_state_dict({"updates": 1, "averages": []})
+
+    on_ranks(2, on_rank)

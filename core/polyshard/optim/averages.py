@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,6 +114,28 @@ class AveragedWeights:
                     sharded.adopt_changes()
                 finally:
                     sharded.copy_into_masters(trained, self._weights())
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's averages and the number of updates, for the same rank of the same model: shards, without names.
+
+        Checkpoints for any ranks are saved inside of ``applied``.
+        """
+        return {"updates": self.updates, "averages": list(self._averages)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with what ``state_dict`` gave on this rank, or the same one of another job.
+
+        Raises ConfigError: it is of another model, or of other ranks. Nothing was changed.
+        """
+        given = state_dict["averages"]
+        if [each.shape for each in given] != [each.shape for each in self._averages]:
+            raise ConfigError(
+                "AveragedWeights.load_state_dict() was given averages of other shapes: of another model, or of a rank "
+                "that holds other parts of it. Save inside of applied() for other ranks."
+            )
+        self.updates = state_dict["updates"]
+        for average, value in zip(self._averages, given, strict=True):
+            average.copy_(value)
 
     def _weights(self) -> list[torch.Tensor]:
         outside = [local_of(each) if is_dtensor(each) else each for each in self._outside]
