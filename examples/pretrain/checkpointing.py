@@ -11,7 +11,7 @@ import polyshard.checkpoint
 import torch
 from polyshard.errors import ConfigError
 from ranks import Ranks
-from settings import Checkpoint, Settings
+from settings import Settings
 from torch import nn
 
 #: Settings that say where the position in the text is; another text decides it, too.
@@ -37,6 +37,8 @@ class Progress:
     """Of the tokens."""
     random: list[dict[str, Any]] = field(default_factory=list)
     """Random states of each rank, by rank."""
+    elastic: dict[str, int] | None = None
+    """How far all jobs are, where there are several."""
 
     def changes(self, settings: Settings, ranks: Ranks, digest: str) -> dict[str, str]:
         """What is other than it was and changes numbers, by setting, in words."""
@@ -64,17 +66,24 @@ def keeps_ranks(changes: Mapping[str, str]) -> bool:
 
 
 class Checkpoints:
-    """Those of one run, in a folder of its own."""
+    """Those of one run, in a folder of its own; of several jobs, the output folders lie beside each other."""
 
-    def __init__(self, folder: Path, settings: Checkpoint) -> None:
-        self._folder = folder
-        self._settings = settings
+    def __init__(self, output: Path, settings: Settings) -> None:
+        self._folder = output / "checkpoints"
+        self._settings = settings.checkpoint
+        self._beside = settings.elastic
         self._pending: polyshard.checkpoint.PendingSave[Path] | None = None
 
     def latest(self, ranks: Ranks) -> Path | None:
         """The newest that is whole; None where there is none. Every rank calls it."""
+        folders = self._folder.parent.parent.glob("*/checkpoints") if self._beside else [self._folder]
+
+        def newest() -> Path | None:
+            found = (polyshard.checkpoint.latest(each) for each in folders)
+            return max((each for each in found if each is not None), key=lambda each: each.name, default=None)
+
         # One rank decides: what two see in one folder may differ.
-        return ranks.from_first(lambda: polyshard.checkpoint.latest(self._folder))
+        return ranks.from_first(newest)
 
     def save(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], progress: Progress

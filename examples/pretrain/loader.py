@@ -120,6 +120,24 @@ def make_loader(
     )
 
 
+class Turns:
+    """Microbatches of one rank from any place of the order, for jobs that take batches in turn."""
+
+    def __init__(self, tokens: Tokens, settings: Settings, *, rank: int, world_size: int) -> None:
+        """Raises ``ConfigError`` where text is too short."""
+        self._text = Sequences(tokens.train, settings.training.context, "data.files")
+        share = Share(len(self._text), settings.training.microbatch, rank, world_size, settings.training.seed)
+        self._place = iter(share)
+
+    def go_to(self, sequences: int) -> None:
+        """Continue behind the first ``sequences`` of the order."""
+        self._place.done = sequences
+
+    def __next__(self) -> torch.Tensor:
+        """int64 ``[microbatch, context + 1]``."""
+        return torch.stack([self._text[index] for index in next(self._place)])
+
+
 def held_out_batch(text: Sequences, batch: int, settings: Settings, *, rank: int, world_size: int) -> torch.Tensor:
     """The sequences of ``rank`` in batch ``batch`` of all ranks, int64 ``[sequences, context + 1]``.
 

@@ -298,6 +298,17 @@ class Settings:
 
         if parallel.pp > 1:
             self._require_pipeline()
+        if self.elastic and (parallel.pp > 1 or self.data.workers):
+            raise ConfigError(
+                f"parallel.pp is {parallel.pp} and data.workers {self.data.workers}: jobs over torchft take batches in "
+                "turn, and over one model. Set parallel.pp to 1 and data.workers to 0."
+            )
+
+    @property
+    def elastic(self) -> bool:
+        """Whether other jobs train the same model, and may come and go."""
+        choice = self.shard.collectives
+        return isinstance(choice, Mapping) and choice.get("name") == "torchft"
 
     def _require_pipeline(self) -> None:
         model, parallel = self.model, self.parallel

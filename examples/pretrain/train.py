@@ -72,7 +72,7 @@ def train(settings: Settings, ranks: Ranks, arguments: argparse.Namespace) -> in
     require_trackers(settings.output)
     tokens = Tokens.read(ranks.from_first(lambda: prepare(settings.data)))
     training = Training(settings, ranks, tokens)
-    checkpoints = Checkpoints(output / "checkpoints", settings.checkpoint)
+    checkpoints = Checkpoints(output, settings)
     notes = [describe(training.config, settings, ranks.world_size)]
     directory = checkpoints.latest(ranks)
     if directory is not None:

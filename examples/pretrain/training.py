@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import polyshard
 import torch
 from checkpointing import Checkpoints, Progress, keeps_order, keeps_ranks
-from loader import Sequences, held_out_batch, make_loader
+from loader import Sequences, Turns, held_out_batch, make_loader
 from metrics import Clock, Memory, flops_per_token, peak_flops
 from model import Model, logits_and_balance, logits_of, model_config, summed_loss
 from parallel import make_mesh
@@ -20,6 +20,9 @@ from schedule import make_scheduler
 from settings import Settings
 from sharding import build_sharded, make_optimizer
 from tokens import Tokens
+
+if TYPE_CHECKING:
+    from polyshard_torchft import Elastic
 
 
 class Step(NamedTuple):
@@ -76,8 +79,28 @@ class Training:
         ]
         self.done = 0
         """Steps."""
+        self.leads = True
+        """Whether this job saves, of those that train the model."""
         self._sequences = 0
+        self._elastic: Elastic | None = None
+        self._turns: Turns | None = None
         self._begin(None)
+        if settings.elastic:
+            self._join_jobs()
+
+    def _join_jobs(self) -> None:
+        from polyshard_torchft import Elastic
+
+        self._turns = Turns(self._tokens, self._settings, rank=self._data_rank, world_size=self._data_ranks)
+        self._elastic = Elastic(self.models[0], self.optimizers, {"schedule": self})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the schedule, for a job that comes back."""
+        return dict(self._schedulers[0].state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over another job's schedule."""
+        self._schedulers[0].load_state_dict(state_dict)
 
     def progress(self) -> Progress:
         """How far it is. Every rank calls it."""
@@ -88,6 +111,7 @@ class Training:
             settings=self._settings.deciding(),
             digest=self._tokens.digest,
             random=self._random_states(),
+            elastic=None if self._elastic is None else self._elastic.state_dict(),
         )
 
     def _random_states(self) -> list[dict[str, Any]]:
@@ -109,6 +133,8 @@ class Training:
             for group, numbers in zip(optimizer.param_groups, self._numbers, strict=True):
                 group.update(numbers)
         self._begin(None if changes else progress.loaders[self._ranks.rank])
+        if self._elastic is not None and progress.elastic is not None:
+            self._elastic.load_state_dict(progress.elastic)
         # Behind the loader, which draws a seed when it begins.
         if keeps_ranks(changes):
             stage = self._ranks.world_size // self._settings.parallel.pp
@@ -133,21 +159,38 @@ class Training:
             for optimizer in self.optimizers
         ]
 
-    def step(self) -> Step:
+    def step(self) -> Step | None:
+        """One step; None where it does not count, as another job was lost in it."""
+        batch = self._settings.training.batch
+        if self._elastic is None or self._turns is None:
+            found = self._gradients()
+            self._update()
+            self.done += 1
+            self._sequences += batch
+            return found
+        with self._elastic.step() as shared:
+            self._turns.go_to(shared.batch * batch)
+            found = self._gradients()
+            counts = shared.commits()
+            if counts:
+                self._update()
+        self.leads = shared.rank == 0
+        self.done, self._sequences = self._elastic.steps, self._elastic.batches * batch
+        return found if counts else None
+
+    def _gradients(self) -> Step:
         largest = self._settings.optimizer.clip
         if self._pipeline is not None:
             loss = self._pipeline.train(torch.cat([self._next() for _ in range(self._accumulation)]))
-            balance, norm = torch.zeros_like(loss), self._pipeline.clip(largest)
-        else:
-            loss, balance = self._backward()
-            norm = polyshard.clip_grad_norm_(self.models[0], largest)
+            return Step(loss, torch.zeros_like(loss), self._pipeline.clip(largest))
+        loss, balance = self._backward()
+        return Step(loss, balance, polyshard.clip_grad_norm_(self.models[0], largest))
+
+    def _update(self) -> None:
         for optimizer, scheduler in zip(self.optimizers, self._schedulers, strict=True):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        self.done += 1
-        self._sequences += self._settings.training.batch
-        return Step(loss, balance, norm)
 
     def _backward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the next batch, without a pipeline; returns the means of its two losses."""
@@ -167,7 +210,7 @@ class Training:
 
     def _next(self) -> torch.Tensor:
         """This rank's part of the next microbatch."""
-        rows: torch.Tensor = next(self._batches)
+        rows: torch.Tensor = next(self._batches if self._turns is None else self._turns)
         return rows.to(self._ranks.device, non_blocking=True)[:, self._part]
 
     def _mean_loss(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -225,7 +268,14 @@ class Training:
         first = self.done
         while self.done < last:
             rate = float(self._schedulers[0].get_last_lr()[0])
-            waiting.append(self.step())
+            before = self.done
+            step = self.step()
+            if step is None:
+                continue
+            if self.done != before + 1:
+                # What came before is not what the job that this one took over from has done.
+                waiting.clear()
+            waiting.append(step)
             if self._ends(preemption):
                 last = self.done
             evaluates = self.done % settings.evaluation.every == 0 or self.done == settings.training.steps
@@ -250,7 +300,7 @@ class Training:
                 )
             if evaluates:
                 reporter.evaluated(self.done, self.evaluate())
-            if saves:
+            if saves and self.leads:
                 checkpoints.save(self.models, self.optimizers, self.progress())
             clock.start()
         checkpoints.finish()

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -236,3 +237,37 @@ def test_a_run_goes_on_at_another_number_of_ranks_with_the_same_batch(tmp_path: 
         assert found == pytest.approx(expected, abs=1e-9, rel=0), f"on {ranks} ranks"
         assert len(found) == STEPS
         assert expected[-1] < expected[0] - 0.1
+
+
+def test_two_jobs_over_torchft_train_as_one_with_twice_the_batch(whole: Run) -> None:
+    pytest.importorskip("torchft")
+    from elastic_jobs import Lighthouse
+
+    lighthouse = Lighthouse()
+    shared = (
+        "training.batch=4",
+        "shard.collectives=torchft",
+        f"shard.collectives.lighthouse={lighthouse.address}",
+        "shard.collectives.min_replicas=2",
+        "output.export=false",
+    )
+    folders = [whole.folder.parent / "jobs" / name for name in ("first", "second")]
+    words = [word for each in shared for word in ("--set", each)]
+    # The held-out text lies beside the folder of a run.
+    texts = ["--set", f"data.held_out={whole.folder.parent}/held_out.txt"]
+    try:
+        with ThreadPoolExecutor() as pool:
+            runs = [pool.submit(start, 2, [*arguments(folder), *words, *texts]) for folder in folders]
+            ended = [each.result() for each in runs]
+    finally:
+        lighthouse.kill()
+    assert [each.codes for each in ended] == [[0, 0]] * 2, ended
+    expected = scalars(whole.folder, "loss/held_out")
+    mean = dict.fromkeys(scalars(whole.folder, "loss/train"), 0.0)
+    for folder in folders:
+        assert scalars(folder, "loss/held_out") == pytest.approx(expected, abs=1e-5)
+        mean = {step: mean[step] + loss / 2 for step, loss in scalars(folder, "loss/train").items()}
+    assert mean == pytest.approx(scalars(whole.folder, "loss/train"), abs=1e-5)
+    # One of them saves.
+    saved = sorted(each.name for each in (whole.folder.parent / "jobs").glob("*/checkpoints/step-*"))
+    assert saved == ["step-00000003", "step-00000006"]

@@ -71,7 +71,7 @@ class Lighthouse:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1.0):
                 return
             time.sleep(0.05)
-        raise AssertionError("the lighthouse did not begin to listen")
+        raise AssertionError(f"the lighthouse did not begin to listen; its exit code is {self._process.poll()}")
 
     def kill(self) -> None:
         """As a host does that loses power."""
