@@ -60,6 +60,10 @@ class Events:
         """``done`` of ``total`` bytes of ``work`` are written, or read."""
         self._call("on_progress", model=model, work=work, done=done, total=total)
 
+    def on_replicas(self, model: torch.nn.Module, before: int, now: int) -> None:
+        """``now`` jobs take part in a step, and ``before`` in the last one."""
+        self._call("on_replicas", model=model, before=before, now=now)
+
     def step_begin(self, model: torch.nn.Module) -> None:
         self._call("step_begin", model=model)
 

@@ -64,6 +64,14 @@ def on_progress(model: torch.nn.Module, work: str, done: int, total: int) -> Non
 
 
 @hookspec
+def on_replicas(model: torch.nn.Module, before: int, now: int) -> None:
+    """``now`` jobs take part in the step of ``model`` that begins, and ``before`` in the last one; 0 before the first.
+
+    Called on every rank of a job over collectives with ``replicas``, before the forward, where the two differ.
+    """
+
+
+@hookspec
 def step_begin(model: torch.nn.Module) -> None:
     """The outermost forward of ``model`` is about to start. Must not synchronize with the device."""
 

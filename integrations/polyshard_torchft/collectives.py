@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -32,7 +33,8 @@ class Torchft(CollectivesDecorator):
 
     Args:
         context: makes the inner collectives; its ``timeout`` limits the wait for enough jobs.
-        lighthouse: address of torchft's server that knows the jobs, ``"http://host:29510"``.
+        lighthouse: address of torchft's server that knows the jobs, ``"http://host:29510"``; None for that of the
+            variable ``TORCHFT_LIGHTHOUSE``.
         min_replicas: with fewer jobs no step counts.
         timeout_s: seconds that a job waits in a step for others, from 1 on; who comes later is left out.
         inner: collectives between the ranks of this job: a name, or a table of a name and options.
@@ -47,7 +49,7 @@ class Torchft(CollectivesDecorator):
         self,
         context: PluginContext,
         *,
-        lighthouse: str,
+        lighthouse: str | None = None,
         min_replicas: int = 1,
         timeout_s: float = 30.0,
         inner: Any = "auto",
@@ -55,6 +57,8 @@ class Torchft(CollectivesDecorator):
         where = f"of collectives {context.name!r}"
         if importlib.util.find_spec("torchft") is None:
             raise ConfigError(f"collectives {context.name!r} need torchft: pip install 'polyshard[torchft]'.")
+        if lighthouse is None:
+            lighthouse = os.environ.get("TORCHFT_LIGHTHOUSE", "")
         if not isinstance(lighthouse, str) or "://" not in lighthouse:
             raise ConfigError(f"lighthouse {where} is {lighthouse!r}. Give an address such as 'http://host0:29510'.")
         if isinstance(min_replicas, bool) or not isinstance(min_replicas, int) or min_replicas < 1:

@@ -74,6 +74,7 @@ class Elastic:
         self._link = _link_of(sharded)
         self._state = LocalState(model, self._optimizers, state or {})
         self._counts = False
+        self._size = 0
         for each in self._optimizers:
             each.register_step_pre_hook(self._require_commit)
         self._link.open(self._take, self._give)
@@ -111,9 +112,10 @@ class Elastic:
             CollectiveTimeoutError: enough jobs, or the lighthouse, did not come for ``ShardConfig.timeout_s``.
             ConfigError: another job trains another model.
         """
-        idle_model(self._model, "Elastic.step()")
+        sharded = idle_model(self._model, "Elastic.step()")
         link = self._link
         quorum = link.begin()
+        before, self._size = self._size, quorum.size
 
         def commit() -> bool:
             if not link.open_step:
@@ -125,6 +127,8 @@ class Elastic:
 
         batch = quorum.batches + quorum.rank
         try:
+            if before != quorum.size:
+                sharded.notify_replicas(self._model, before, quorum.size)
             yield Step(quorum.steps + 1, batch, quorum.rank, quorum.size, commit)
             if link.open_step:
                 raise StateError(

@@ -326,7 +326,9 @@ def _equal(one: Sequence[Values], other: Sequence[Values]) -> bool:
 
 
 #: Hooks that are not called inside a step.
-_AT_REST = frozenset({"before_shard", "after_shard", "on_save", "on_load", "on_progress", "make_observer"})
+_AT_REST = frozenset(
+    {"before_shard", "after_shard", "on_save", "on_load", "on_progress", "on_replicas", "make_observer"}
+)
 #: Operations that copy values of a device to the host to decide something.
 _READS = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal"})
 #: Objects whose ``synchronize`` waits for a device. Of classes written in C, the device itself reports it.

@@ -57,6 +57,10 @@ class Recorder:
         self.log.append((self.name, "step_end"))
 
     @hookimpl
+    def on_replicas(self, before: int, now: int) -> None:
+        self.log.append((self.name, "on_replicas", before, now))
+
+    @hookimpl
     def make_observer(self, unit: UnitSpec) -> Observer | None:
         self.log.append((self.name, "make_observer", unit))
         return self.observe
@@ -77,6 +81,7 @@ def test_listeners_hear_everything_in_the_order_of_the_configuration() -> None:
     events.on_save(model, path)
     events.on_load(model, path)
     events.on_progress(model, "Loading runs/1", 3, 4)
+    events.on_replicas(model, 2, 1)
     assert events.observers(UNIT) == (first.observe, second.observe)
 
     told = [
@@ -87,6 +92,7 @@ def test_listeners_hear_everything_in_the_order_of_the_configuration() -> None:
         ("on_save", model, path),
         ("on_load", path),
         ("on_progress", "Loading runs/1", 3, 4),
+        ("on_replicas", 2, 1),
         ("make_observer", UNIT),
     ]
     assert log == [(name, *call) for call in told for name in ("first", "second")]

@@ -413,6 +413,7 @@ HOOKS = {
     "on_save": ["model", "path"],
     "on_load": ["model", "path"],
     "on_progress": ["model", "work", "done", "total"],
+    "on_replicas": ["model", "before", "now"],
     "step_begin": ["model"],
     "step_end": ["model"],
     "make_observer": ["unit"],

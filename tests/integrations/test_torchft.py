@@ -15,7 +15,7 @@ from parity import whole
 from polyshard import ShardConfig
 from polyshard.errors import ConfigError, StateError
 from polyshard.inspect import outermost_model
-from polyshard.interfaces import Collectives, PluginContext
+from polyshard.interfaces import Collectives, Listener, PluginContext
 from polyshard.optim import AveragedWeights
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from polyshard_testing import CollectivesSuite, Rank, plugin_context
@@ -69,6 +69,20 @@ class Job(NamedTuple):
     scheduler: torch.optim.lr_scheduler.LRScheduler
     averages: AveragedWeights
     elastic: Elastic
+    heard: list[tuple[int, int]]
+
+
+class Heard(Listener):
+    """Jobs that came and went."""
+
+    api_version = 1
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[int, int]] = []
+
+    @polyshard.hookimpl
+    def on_replicas(self, before: int, now: int) -> None:
+        self.sizes.append((before, now))
 
 
 class Together:
@@ -94,12 +108,14 @@ class Together:
         with torch.no_grad():
             for each in model.parameters():
                 each.add_(seed)
-        polyshard.shard(model, ShardConfig(collectives=collectives, strategy="no_shard", timeout_s=20.0))
+        heard = Heard()
+        config = ShardConfig(collectives=collectives, strategy="no_shard", timeout_s=20.0, listeners=[heard])
+        polyshard.shard(model, config)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         averages = AveragedWeights(model, 0.5)
         elastic = Elastic(model, optimizer, {"scheduler": scheduler, "averages": averages})
-        job = Job(model, optimizer, scheduler, averages, elastic)
+        job = Job(model, optimizer, scheduler, averages, elastic, heard.sizes)
         self._jobs.append(job)
         return job
 
@@ -213,6 +229,9 @@ def test_a_job_that_comes_later_takes_over_all_that_the_other_has(together: Toge
     for name, value in mine.items():
         assert torch.equal(value, theirs[name]), name
     assert early.elastic.state_dict() == late.elastic.state_dict()
+    assert (early.heard, late.heard) == ([(0, 1), (1, 2)], [(0, 2)])
+    (reason,) = polyshard.report(early.model).reasons.values()
+    assert reason.startswith("2 job(s) by http:")
     found = everything(early), everything(late)
     for name, value in found[0].items():
         if "norm.running" not in name:

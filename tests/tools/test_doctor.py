@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import re
+import socket
 import sys
 import time
 from pathlib import Path
@@ -136,6 +137,18 @@ def test_a_host_that_others_do_not_find_is_a_hint() -> None:
     assert told(doctor.links(loopback)) == {"host name": HINT}
     assert told(doctor.links(dataclasses.replace(BARE, host_addresses=()))) == {"host name": HINT}
     assert told(doctor.links(dataclasses.replace(loopback, environ={"GLOO_SOCKET_IFNAME": "eth0"}))) == {}
+
+
+def test_a_lighthouse_that_does_not_answer_is_a_problem() -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        for listens in (False, True):
+            if listens:
+                listening.listen()
+            read = doctor.read_machine({"TORCHFT_LIGHTHOUSE": address})
+            machine = dataclasses.replace(BARE, environ=read.environ, lighthouse=read.lighthouse)
+            assert told(doctor.links(machine)) == ({} if listens else {"TORCHFT_LIGHTHOUSE": PROBLEM})
 
 
 def test_missing_backends_are_told() -> None:

@@ -365,6 +365,10 @@ class ShardedModel:
         """Call the listeners' ``on_load``."""
         self._root.events.on_load(model, path)
 
+    def notify_replicas(self, model: nn.Module, before: int, now: int) -> None:
+        """Call the listeners' ``on_replicas``."""
+        self._root.events.on_replicas(model, before, now)
+
 
 class WholeFlats(Protocol):
     """Whole units on their way."""

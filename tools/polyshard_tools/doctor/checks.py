@@ -181,7 +181,7 @@ def links(machine: Machine) -> Section:
         ("host name resolves to", ", ".join(machine.host_addresses) or "nothing"),
         *((name, machine.environ.get(name, "not set: chosen by itself")) for name in _INTERFACE_VARIABLES),
     )
-    return Section("links", facts, (*_backends(machine), *_address(machine), *_chosen(machine)))
+    return Section("links", facts, (*_backends(machine), *_address(machine), *_chosen(machine), *_lighthouse(machine)))
 
 
 def _backends(machine: Machine) -> Iterator[Finding]:
@@ -215,6 +215,16 @@ def _chosen(machine: Machine) -> Iterator[Finding]:
             why = "ranks fail when they connect, or wait for each other until the time limit"
             source = "torch docs, distributed, choosing the network interface" if exact else "NCCL user guide, " + name
             yield Finding(Level.PROBLEM, name, what, why, "name one of these, or unset the variable", source)
+
+
+def _lighthouse(machine: Machine) -> Iterator[Finding]:
+    if machine.lighthouse is False:
+        what = f"{machine.environ.get('TORCHFT_LIGHTHOUSE')!r} takes no connection"
+        why, cure = (
+            "jobs over torchft wait for it before each step",
+            "start torchft_lighthouse, or mend the address",
+        )
+        yield Finding(Level.PROBLEM, "TORCHFT_LIGHTHOUSE", what, why, cure)
 
 
 def _selects(value: str, interfaces: tuple[str, ...], exact: bool) -> bool:

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import socket
+import urllib.parse
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import torch.distributed as dist
 _NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
 _INFINIBAND = Path("/sys/class/infiniband")
 _SHARED_MEMORY = Path("/dev/shm")
+#: Seconds that a server has to take a connection.
+_CONNECT_S = 3.0
 #: Asked for where polyshard is not installed, and so states no requirements.
 _ALWAYS = ("torch", "stevedore", "pluggy")
 
@@ -57,6 +60,8 @@ class Machine:
     """InfiniBand and RoCE adapters."""
     host_addresses: tuple[str, ...] = ()
     """Addresses of the host's own name; empty where it does not resolve."""
+    lighthouse: bool | None = None
+    """Whether torchft's server answers at ``TORCHFT_LIGHTHOUSE``; None where that is not set."""
     cpus: int = 1
     """Those that this process may run on."""
     open_files: int | None = None
@@ -81,6 +86,7 @@ def read_machine(environ: Mapping[str, str]) -> Machine:
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         infiniband=_names_in(_INFINIBAND),
         host_addresses=_host_addresses(),
+        lighthouse=_lighthouse(environ.get("TORCHFT_LIGHTHOUSE", "")),
         cpus=len(os.sched_getaffinity(0)),
         open_files=_soft_limit(resource.RLIMIT_NOFILE),
         shared_memory_nbytes=_size_of(_SHARED_MEMORY),
@@ -160,6 +166,17 @@ def _host_addresses() -> tuple[str, ...]:
         return tuple(sorted({str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}))
     except OSError:
         return ()
+
+
+def _lighthouse(address: str) -> bool | None:
+    if not address:
+        return None
+    try:
+        parts = urllib.parse.urlsplit(address)
+        with socket.create_connection((parts.hostname, parts.port or 80), timeout=_CONNECT_S):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def _soft_limit(which: int) -> int | None:
