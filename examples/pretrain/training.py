@@ -81,6 +81,8 @@ class Training:
         """Steps."""
         self.leads = True
         """Whether this job saves, of those that train the model."""
+        self.jobs = 1
+        """Of these, how many took part in the last step."""
         self._sequences = 0
         self._elastic: Elastic | None = None
         self._turns: Turns | None = None
@@ -174,7 +176,7 @@ class Training:
             counts = shared.commits()
             if counts:
                 self._update()
-        self.leads = shared.rank == 0
+        self.leads, self.jobs = shared.rank == 0, shared.size
         self.done, self._sequences = self._elastic.steps, self._elastic.batches * batch
         return found if counts else None
 
@@ -268,8 +270,10 @@ class Training:
         first = self.done
         while self.done < last:
             rate = float(self._schedulers[0].get_last_lr()[0])
-            before = self.done
+            before, jobs = self.done, self.jobs
             step = self.step()
+            if self.jobs != jobs:
+                reporter.note(f"step {before + 1}: {self.jobs} job(s), {jobs} before")
             if step is None:
                 continue
             if self.done != before + 1:

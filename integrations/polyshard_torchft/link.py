@@ -216,9 +216,9 @@ class Link:
             raise
         except (TimeoutError, RuntimeError) as error:
             raise CollectiveTimeoutError(
-                f"No step could begin within {self._settings.patience.total_seconds():g} s by the lighthouse "
-                f"{self._settings.lighthouse} (rank {self._job.rank}): {error}. Look whether it runs, whether "
-                "min_replicas jobs do, and at the other ranks of this job."
+                f"No step could begin (rank {self._job.rank}): {error}. Look at the other ranks of this job; if none "
+                f"ended, whether the lighthouse {self._settings.lighthouse} runs, and min_replicas jobs do: "
+                f"ranks waited for {self._settings.patience.total_seconds():g} s at most."
             ) from error
 
     def average(self, tensor: torch.Tensor) -> Work:
