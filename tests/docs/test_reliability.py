@@ -35,7 +35,9 @@ def test_every_fault_names_tests_that_exist() -> None:
 
 INTEGRATIONS = ROOT / "tests" / "integrations" / "README.md"
 
-_NAMED_TEST = re.compile(r"(transformers|accelerate|peft|safetensors|lightning|torchdata|tensorboard|torchft|torch) (\d[\w.]*)")
+_NAMED_TEST = re.compile(
+    r"(transformers|accelerate|peft|safetensors|lightning|tensorboard|torch(?:data|ft)?) (\d[\w.]*)"
+)
 
 _TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 

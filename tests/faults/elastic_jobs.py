@@ -15,12 +15,13 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import torch
-from elastic_rank import CLIP, ROWS, At, Places, Plan, batch, build, loss_of, optimizer_of, run_rank
+from elastic_rank import CLIP, ROWS, At, Places, Plan, batch, build, loss_of, optimizer_of, replay, run_rank
+from processes import run_processes
 
 #: What ``torchft_lighthouse`` serves; the command's own arguments are those of its file.
 _LIGHTHOUSE = """
@@ -236,9 +237,9 @@ class Told(NamedTuple):
     counts: bool
     loss: str
     bits: str
+    drawn: str
     life: int
     seconds: float
-    drawn: float
 
 
 def told_by(plan: Plan, job: int, rank: int) -> list[Told]:
@@ -264,6 +265,10 @@ class Found:
     """Difference of a loss."""
     slowest_s: float
     """A step, from the question for who is there to its end."""
+    schedule: list[tuple[int, int]] = field(repr=False)
+    """The first batch and the number of batches of each step."""
+    bits: list[list[str]] = field(repr=False)
+    """Behind each step, of each rank."""
 
 
 def compare(plan: Plan) -> Found:
@@ -289,14 +294,18 @@ def compare(plan: Plan) -> Found:
     model = build()
     optimizer = optimizer_of(model)
     base, alone, largest = 0, 0, 0.0
+    schedule: list[tuple[int, int]] = []
+    bits: list[list[str]] = []
     for number in sorted(by_step):
         told_of = by_step[number]
         sizes = {each.size for _, each in told_of}
         assert len(sizes) == 1, f"step {number} counted with {sizes} jobs"
         (size,) = sizes
         assert {each.batch - each.rank for _, each in told_of} == {base}, f"batches of step {number}"
-        for rank in range(plan.size):
-            assert len({each.bits for at, each in told_of if at == rank}) == 1, f"bits behind step {number}"
+        behind = [{(each.bits, each.drawn) for at, each in told_of if at == rank} for rank in range(plan.size)]
+        assert all(len(each) == 1 for each in behind), f"bits behind step {number}"
+        bits.append([mine for ((mine, _),) in behind])
+        schedule.append((base, size))
         losses: dict[tuple[int, int], torch.Tensor] = {}
         for which in range(size):
             rows = batch(base + which, plan.size)
@@ -311,4 +320,11 @@ def compare(plan: Plan) -> Found:
         optimizer.zero_grad()
         base += size
         alone += size < plan.jobs
-    return Found(len(by_step), alone, void, largest, slowest)
+    return Found(len(by_step), alone, void, largest, slowest, schedule, bits)
+
+
+def require_replayed(plan: Plan, found: Found) -> None:
+    """Raise AssertionError where one job that trains alone on the same batches comes to other bits."""
+    told = run_processes(plan.size, replay, plan.size, found.schedule, timeout=600.0)
+    for number, (mine, theirs) in enumerate(zip(found.bits, zip(*told, strict=True), strict=True)):
+        assert mine == list(theirs), f"bits behind step {number + 1} of a replay"

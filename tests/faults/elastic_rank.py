@@ -10,7 +10,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from mmap import mmap
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from polyshard import checkpoint
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 #: Rows of a batch that one rank computes with.
 ROWS = 3
@@ -58,6 +59,8 @@ class Plan:
     """Of each step, as long as a loader takes."""
     save_every: int = 10
     min_replicas: int = 1
+    device: str = "cpu"
+    """Or ``"cuda"``: each rank of each job has one of its own."""
 
 
 class Places:
@@ -143,6 +146,40 @@ def digest(parts: Iterable[torch.Tensor]) -> str:
     return found.hexdigest()[:16]
 
 
+def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of this rank's parameters and states."""
+    held = [*model.parameters(), *(value for each in optimizer.state.values() for value in each.values())]
+    return digest(each.to_local() if hasattr(each, "to_local") else each for each in held)
+
+
+def replay(rank: int, size: int, schedule: Sequence[tuple[int, int]]) -> list[str]:
+    """One job alone trains on all batches of each step, one after the other; the bits behind each.
+
+    ``schedule``: the first batch and the number of batches of each step.
+    """
+    torch.set_num_threads(1)
+    policy = {"name": "module_class", "classes": [nn.Linear]}
+    model = polyshard.shard(build(), polyshard.ShardConfig(policy=policy))
+    optimizer = optimizer_of(model)
+    told = []
+    for first, batches in schedule:
+        sums: list[torch.Tensor] = []
+        for number in range(first, first + batches):
+            loss_of(model, batch(number, size)[rank * ROWS : (rank + 1) * ROWS]).backward()
+            mine = [each.grad.to_local().clone() for each in model.parameters()]
+            sums = [one + other for one, other in zip(sums, mine, strict=True)] if sums else mine
+            optimizer.zero_grad()
+        for each, total in zip(model.parameters(), sums, strict=True):
+            each.grad = DTensor.from_local(
+                total / batches, each.device_mesh, each.placements, shape=each.shape, stride=each.stride()
+            )
+        polyshard.clip_grad_norm_(model, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(bits_of(model, optimizer))
+    return told
+
+
 def run_rank(job: int, rank: int, life: int, plan: Plan, store: Path) -> None:
     """The body of a rank's process; ends it."""
     torch.set_num_threads(1)
@@ -166,7 +203,11 @@ def _train(job: int, rank: int, life: int, plan: Plan, store: Path) -> None:
     places.tell(job, rank, 0, At.START, 0)
     limit = timedelta(seconds=60)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), plan.size), rank=rank, world_size=plan.size, timeout=limit
+        "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo",
+        store=dist.FileStore(str(store), plan.size),
+        rank=rank,
+        world_size=plan.size,
+        timeout=limit,
     )
     collectives = {
         "name": "torchft",
@@ -176,8 +217,12 @@ def _train(job: int, rank: int, life: int, plan: Plan, store: Path) -> None:
     }
     policy = {"name": "module_class", "classes": [nn.Linear]}
     settings: dict[str, Any] = {"strategy": "no_shard"} if plan.size == 1 else {}
+    device = torch.device("cpu")
+    if plan.device == "cuda":
+        device = torch.device("cuda", job * plan.size + rank)
+        torch.cuda.set_device(device)
     model = polyshard.shard(
-        build(), polyshard.ShardConfig(collectives=collectives, policy=policy, timeout_s=60.0, **settings)
+        build().to(device), polyshard.ShardConfig(collectives=collectives, policy=policy, timeout_s=60.0, **settings)
     )
     optimizer = optimizer_of(model)
     torch.manual_seed(1000 + rank)
@@ -200,8 +245,8 @@ def _train(job: int, rank: int, life: int, plan: Plan, store: Path) -> None:
             tell(At.QUORUM)
             began = time.monotonic()
             with elastic.step() as step:
-                rows = batch(step.batch, plan.size)[rank * ROWS : (rank + 1) * ROWS]
-                drawn = torch.rand(1).item()
+                rows = batch(step.batch, plan.size)[rank * ROWS : (rank + 1) * ROWS].to(device)
+                torch.rand(1)
                 tell(At.FORWARD)
                 loss = loss_of(model, rows)
                 tell(At.BACKWARD)
@@ -213,15 +258,11 @@ def _train(job: int, rank: int, life: int, plan: Plan, store: Path) -> None:
                     tell(At.OPTIMIZER)
                     optimizer.step()
             took = time.monotonic() - began
-            bits = ""
+            bits, drawn = "", ""
             if counts:
                 jobs = step.size
-                state = [value for each in optimizer.state.values() for value in each.values()]
-                local = [
-                    each.to_local() if hasattr(each, "to_local") else each for each in (*model.parameters(), *state)
-                ]
-                bits = digest([*local, torch.get_rng_state()])
-            told = [step.number, step.batch, step.rank, step.size, counts, loss.item().hex(), bits, life, took, drawn]
+                bits, drawn = bits_of(model, optimizer), digest([torch.get_rng_state()])
+            told = [step.number, step.batch, step.rank, step.size, counts, loss.item().hex(), bits, drawn, life, took]
             log.write(json.dumps(told) + "\n")
             if counts and step.rank == 0 and step.number % plan.save_every == 0:
                 tell(At.SAVE)

@@ -23,7 +23,7 @@ from torch import nn
 
 torchft = pytest.importorskip("torchft")
 
-from elastic_jobs import Jobs, Lighthouse, compare  # noqa: E402
+from elastic_jobs import Jobs, Lighthouse, compare, require_replayed  # noqa: E402
 from elastic_rank import Plan  # noqa: E402
 from polyshard_torchft import Elastic, Torchft  # noqa: E402
 from torchft.coordination import LighthouseServer  # noqa: E402
@@ -370,3 +370,4 @@ def test_a_job_is_killed_and_comes_back_with_the_same_bits(tmp_path: Path) -> No
     finally:
         lighthouse.kill()
     assert found.alone >= 5
+    require_replayed(plan, found)
