@@ -135,6 +135,10 @@ class Elastic:
                     f"Elastic.step() ended without Step.commits() in step {quorum.steps + 1}. Ask it behind backward, "
                     "and let the optimizer step where it is true."
                 )
+        except BaseException:
+            if self._counts:
+                link.give_up()
+            raise
         finally:
             self._counts = False
             link.leave()

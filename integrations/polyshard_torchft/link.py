@@ -44,7 +44,8 @@ class Phase(enum.Enum):
     """No ``Elastic`` was made."""
     BETWEEN = "between steps"
     STEP = "inside of a step"
-    CLOSED = "closed"
+    BROKEN = "behind an error in a step that counts, whose update is not known to be whole: start the job again"
+    CLOSED = "behind its end"
 
 
 class Verdict(enum.Enum):
@@ -198,7 +199,7 @@ class Link:
 
     def _require_equally_far(self, manager: Manager) -> None:
         """Raise where a state reached some ranks of this job and not all of them."""
-        everyone = self._job.all_gather_object((manager.current_step(), manager.batches_committed(), self.lineage != 0))
+        everyone = self._job.all_gather_object((manager.current_step(), manager.batches_committed(), self.lineage))
         if len(set(everyone)) > 1:
             raise StateError(
                 f"Ranks of this job are behind different steps ({', '.join(str(each[0]) for each in everyone)}; rank "
@@ -308,6 +309,10 @@ class Link:
         if self._phase is Phase.STEP:
             self.lose(RuntimeError("the program raised"))
             self._phase, self._verdict = Phase.BETWEEN, Verdict.VOID
+
+    def give_up(self) -> None:
+        """Begin no further step: the optimizer may have failed in one that counts, and other jobs have made it."""
+        self._phase = Phase.BROKEN
 
     def close(self) -> None:
         """Leave the other jobs. Idempotent."""

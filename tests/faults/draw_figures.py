@@ -23,6 +23,7 @@ TITLES = {
     "mistakes": "One rank raises, runs out of memory, leaves a block out, makes a step more, or gets NaN",
     "torchrun": "Restarts by torchrun behind a SIGKILL",
     "sigterm": "SIGTERM to one rank or all, then `--resume`",
+    "jobs": "A rank or a job of two over torchft is killed, or stopped for 5 s; BACK: while it takes over the state",
     "kills_in_saves": "SIGKILL inside of saves",
     "writes": "ENOSPC and EIO at each call of a save",
     "object_store_kills": "Two ranks killed before each request of a save to an object store, and to memory by fsspec",

@@ -267,6 +267,21 @@ def test_a_step_in_which_one_job_fails_is_void_for_the_other(together: Together)
     assert [len(each) for each in together.run(lambda: train(first, 1), lambda: train(second, 1))] == [1, 1]
 
 
+def test_a_job_whose_update_failed_begins_no_further_step(together: Together) -> None:
+    job = together.make(min_replicas=1)
+
+    def fail() -> None:
+        with job.elastic.step() as step:
+            job.model(batch(step.batch)).square().mean().backward()
+            assert step.commits()
+            raise ValueError("planned")
+
+    with pytest.raises(ValueError, match="planned"):
+        fail()
+    with pytest.raises(StateError, match=r"Elastic\.step\(\) was called behind an error in a step that counts"):
+        train(job, 2)
+
+
 def test_jobs_that_were_trained_apart_do_not_average_their_gradients(together: Together) -> None:
     first, second = together.make(), together.make()
     for job, lineage in ((first, 5), (second, 9)):
