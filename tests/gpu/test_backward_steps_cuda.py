@@ -65,7 +65,11 @@ def train(
         models.append(model)
     devices = {state["exp_avg"].device.type for state in optimizer.state.values()}
     pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
-    return *losses, max(float((local(a) - local(b)).detach().abs().max()) for a, b in pairs if local(a).numel()), devices
+    return (
+        *losses,
+        max(float((local(a) - local(b)).detach().abs().max()) for a, b in pairs if local(a).numel()),
+        devices,
+    )
 
 
 # The norm falls from step to step.

@@ -511,7 +511,13 @@ class FormedGroups:
             spread = self.world.world_size // lists.data_ranks if own else 1
             joined = lists.data if lists.data_ranks < self.world.world_size else []
             place = next((index for index, each in enumerate(joined) if self.world.rank in each), 0)
-            more: dict[str, Any] = {"divisor": divisor, "label": lists.label, "spread": spread, "place": place, "lists": lists}
+            more: dict[str, Any] = {
+                "divisor": divisor,
+                "label": lists.label,
+                "spread": spread,
+                "place": place,
+                "lists": lists,
+            }
             more["replicas"] = self._replicas_beside(replicate)
             if near is None or owner is None:
                 found = UnitRanks.over(self.world, owner, replicate, **more)
