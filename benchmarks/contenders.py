@@ -435,7 +435,9 @@ def _polyshard(site: Site, *, kind: str, overrides: dict[str, str]) -> Step:
     most = {"clipped": 1e9, "back": 1e-9}.get(kind.rpartition("-")[2])
     clip = None if most is None else partial(polyshard.clip_grad_norm_, max_norm=most)
     if "in-backward" in kind:
-        polyshard.optim.step_in_backward(model, optimizer, keeps_former=clip is not None)
+        from polyshard.optim import step_in_backward
+
+        step_in_backward(model, optimizer, keeps_former=clip is not None)
     step = EagerStep(model, optimizer, clip=clip)
     return CapturedPolyshard(model, step) if captured else step
 

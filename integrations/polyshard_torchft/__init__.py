@@ -18,5 +18,6 @@ from __future__ import annotations
 
 from .collectives import Torchft
 from .elastic import Elastic, Step
+from .state import Stateful
 
-__all__ = ["Elastic", "Step", "Torchft"]
+__all__ = ["Elastic", "Stateful", "Step", "Torchft"]
