@@ -70,8 +70,8 @@ class Elastic:
     ) -> None:
         self._model = model
         self._optimizers = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-        sharded = idle_model(model, "Elastic()")
-        self._link = _link_of(sharded)
+        self._sharded = idle_model(model, "Elastic()")
+        self._link = _link_of(self._sharded)
         self._state = LocalState(model, self._optimizers, state or {})
         self._counts = False
         self._size = 0
@@ -112,7 +112,8 @@ class Elastic:
             CollectiveTimeoutError: enough jobs, or the lighthouse, did not come for ``ShardConfig.timeout_s``.
             ConfigError: another job trains another model.
         """
-        sharded = idle_model(self._model, "Elastic.step()")
+        # Nothing more, as in each step: what was changed by hand is taken over where a state is sent or arrives.
+        self._sharded.refuse_inside_step("Elastic.step()")
         link = self._link
         quorum = link.begin()
         before, self._size = self._size, quorum.size
@@ -128,7 +129,7 @@ class Elastic:
         batch = quorum.batches + quorum.rank
         try:
             if before != quorum.size:
-                sharded.notify_replicas(self._model, before, quorum.size)
+                self._sharded.notify_replicas(self._model, before, quorum.size)
             yield Step(quorum.steps + 1, batch, quorum.rank, quorum.size, commit)
             if link.open_step:
                 raise StateError(
