@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import site
 import subprocess
@@ -40,7 +41,7 @@ listeners = [{ name = "acme:tally", every = 2 }]
 ALONE = """
 [shard]
 strategy = "no_shard"
-collectives = "acme:loopback"
+collectives = { name = "acme:metered", inner = "acme:loopback" }
 policy = "acme:keep_last"
 """
 
@@ -57,9 +58,9 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_the_page_makes_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^\$ polyshard (new .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
-        assert main(command.split()) == 0
+        assert main(shlex.split(command)) == 0
     assert files(tmp_path / "acme") == files(ACME)
 
 
@@ -168,5 +169,5 @@ def test_the_installed_example_trains_by_name(trained: dict[str, Any]) -> None:
     assert second["lines"] == []
 
     alone = trained["alone"]
-    assert alone["plugins"] == ["keep_last (acme 0.1.0)", "loopback (acme 0.1.0)"]
+    assert alone["plugins"] == ["keep_last (acme 0.1.0)", "metered (acme 0.1.0; of loopback (acme 0.1.0))"]
     torch.testing.assert_close(alone["parameters"], reference(ranks=1, mixed=False), rtol=1e-5, atol=1e-6)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from fake_distribution import install
+from packaging.requirements import Requirement
 from polyshard import interfaces, registry
 from polyshard.interfaces import Group
 from polyshard_testing import plugin_context
@@ -17,7 +21,8 @@ from polyshard_tools.cli import main
 
 #: What a configuration expects of each kind, and its entry-point group.
 KINDS = {
-    "collectives": (Group.COLLECTIVES, interfaces.Collectives),
+    "collectives": (Group.COLLECTIVES, interfaces.CollectivesDecorator),
+    "backend": (Group.COLLECTIVES, interfaces.Collectives),
     "precision": (Group.PRECISION, interfaces.PrecisionCaster),
     "offload": (Group.OFFLOAD, interfaces.OffloadManager),
     "policy": (Group.POLICIES, interfaces.WrapPolicy),
@@ -92,7 +97,7 @@ def test_a_plugin_of_each_kind_is_constructed_by_name(here: Path, monkeypatch: p
     monkeypatch.syspath_prepend(here / "site")
     try:
         for kind, (group, contract) in KINDS.items():
-            choice = f"polyshard.Slate-9:slate_{kind}"
+            choice = {"name": f"polyshard.Slate-9:slate_{kind}"} | ({"inner": "fake"} if kind == "collectives" else {})
             plugin = plugin_context().construct(group, choice)
             assert isinstance(plugin, contract)
             assert type(plugin).__qualname__ == f"Slate{kind.capitalize()}"
@@ -115,6 +120,52 @@ def test_what_was_written_and_what_comes_next_are_printed(here: Path, capsys: py
     assert "pip install --editable './polyshard-by-depth[test]'" in printed
     assert "polyshard plugins check polyshard-by-depth:by_depth" in printed
     assert 'policy = "by_depth"' in printed
+
+
+@pytest.mark.slow
+def test_a_new_package_is_built_as_an_index_takes_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whose = ("--author", 'Ada Q. "Quarry" <ada@quarry.example>', "--license", "MIT OR Apache-2.0")
+    assert main(["new", "collectives", "slate", *whose]) == 0
+    assert "Before it is published" not in capsys.readouterr().out
+    run("build", "--no-isolation", "--outdir", "dist", "polyshard-slate")
+    run("twine", "check", "--strict", *map(str, (here / "dist").iterdir()))
+    (wheel,) = (here / "dist").glob("*.whl")
+    metadata = importlib.metadata.PathDistribution(zipfile.Path(wheel, "polyshard_slate-0.1.0.dist-info/")).metadata
+    assert metadata["Author-email"] == '"Ada Q. \\"Quarry\\"" <ada@quarry.example>'
+    assert metadata["License-Expression"] == "MIT OR Apache-2.0"
+    workflow = yaml.safe_load((here / "polyshard-slate" / ".github" / "workflows" / "test.yml").read_text())
+    prefix = "Programming Language :: Python :: "
+    named = [each.removeprefix(prefix) for each in metadata.get_all("Classifier") or [] if each.startswith(prefix)]
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == named
+    needs = {each.name: each for each in map(Requirement, metadata.get_all("Requires-Dist") or [])}
+    for package in ("polyshard", "torch"):
+        assert importlib.metadata.version(package).partition("+")[0] in needs[package].specifier
+        assert "99.0" not in needs["polyshard"].specifier
+
+
+def run(module: str, *words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--author", "<ada@quarry.example>", "Write 'Name' or 'Name <mail@example.org>'"),
+        ("--license", "Apache 2.0", "is no SPDX expression. Write 'Apache-2.0'"),
+    ],
+)
+def test_what_metadata_cannot_say_is_refused(
+    option: str, value: str, words: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refusal(capsys, "policy", "seams", option, value)
+    assert list(here.iterdir()) == []
+
+
+def test_a_package_that_is_there_has_its_own_author(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tree(foreign)
+    assert "it has its own" in refusal(capsys, "policy", "veins", "--into", "tools", "--author", "Ada")
+    assert tree(foreign) == before
 
 
 def test_inside_of_a_package_it_gets_one_more(

@@ -98,9 +98,10 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 
 def _new(arguments: argparse.Namespace) -> int:
-    from ..scaffold import Kind, write_plugin
+    from ..scaffold import Kind, Ownership, write_plugin
 
-    written = write_plugin(Kind(arguments.kind), arguments.name, arguments.into)
+    ownership = Ownership(arguments.author, arguments.license)
+    written = write_plugin(Kind(arguments.kind), arguments.name, arguments.into, ownership)
     for path in written.added:
         print(f"wrote    {written.folder / path}")
     for path in written.changed:
@@ -112,4 +113,6 @@ def _new(arguments: argparse.Namespace) -> int:
     print(f"  python -m pytest {where}")
     print(f"  polyshard plugins check {written.distribution}:{written.name}")
     print(f"\nA configuration picks it by: {written.kind.setting(written.name)}")
+    if written.missing:
+        print(f"Before it is published, pyproject.toml needs: {' and '.join(written.missing)}")
     return 0

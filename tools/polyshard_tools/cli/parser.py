@@ -29,7 +29,7 @@ OPTIMIZERS = ("adamw", "adamw-foreach", "sgd", "none")
 ORDERS, GATHERS = ("gpipe", "1f1b", "interleaved_1f1b"), ("schedule", "microbatch")
 SIZES, ROUNDS = "1 MiB,4 MiB,16 MiB,64 MiB,256 MiB", 10
 #: As ``polyshard_tools.scaffold`` has them.
-KINDS = ("collectives", "precision", "offload", "policy", "listener")
+KINDS = ("collectives", "backend", "precision", "offload", "policy", "listener")
 #: As ``polyshard_tools.doctor`` has it.
 LIMIT_S = 120.0
 
@@ -37,7 +37,8 @@ LAUNCH = "torchrun --standalone --nproc-per-node 2 -m polyshard bench-links --ou
 _NEW = """\
 Write a small plugin that works, its test and its entry point, for you to change. A FOLDER that is not there becomes a
 package of that name; a package that is there gets one plugin more. Without --into, the package that you are in does, if
-it has plugins of polyshard; otherwise a new folder polyshard-NAME is made."""
+it has plugins of polyshard; otherwise a new folder polyshard-NAME is made. "collectives" are a decorator around others,
+"backend" is one that sends by itself."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -298,3 +299,5 @@ def add_new(commands: Commands) -> None:
     parser.add_argument("kind", metavar="KIND", choices=KINDS, help=f"what the plugin is for: {', '.join(KINDS)}")
     parser.add_argument("name", metavar="NAME", help="what a configuration calls it: lower-case words and underscores")
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="the package's folder")
+    parser.add_argument("--author", default="", metavar="NAME", help="of a new package: 'Name' or 'Name <mail>'")
+    parser.add_argument("--license", default="", metavar="SPDX", help="of a new package, for example Apache-2.0")

@@ -208,18 +208,32 @@ def _print_result(arguments: argparse.Namespace, plugin: dict[str, str], run: Su
         record: dict[str, Any] = {**plugin, "state": "checked", "error": run.ended_early, "devices": run.devices}
         print(json.dumps(record | {"rules": rules}, indent=2))
         return code
+    for rule in run.rules:
+        print(f"{_verdict(rule):<14} {_sentence(rule)}")
+    print()
     for rule in failed:
         _print_failed(rule)
     if run.ended_early:
         print(f"{run.ended_early}; rules that come later were not tried\n")
-    print(f"{_named(plugin)}: {sum(rule.holds for rule in asked)} of {len(asked)} rules hold")
+    held, where = sum(rule.holds for rule in asked), " and ".join(run.devices)
+    print(f"{_named(plugin)}: {held} of {len(asked)} rules hold on {where}")
     return code
+
+
+def _verdict(rule: Rule) -> str:
+    if rule.failures:
+        return "does not hold"
+    return "holds" if rule.asked else "does not apply"
+
+
+def _sentence(rule: Rule) -> str:
+    return rule.name.removeprefix("test_").replace("_", " ")
 
 
 def _print_failed(rule: Rule) -> None:
     first = rule.failures[0]
     case = f" [{first.case}]" if first.case else ""
-    print(f"does not hold on {first.device}: {rule.name.removeprefix('test_').replace('_', ' ')}{case}")
+    print(f"does not hold on {first.device}: {_sentence(rule)}{case}")
     print(textwrap.indent(first.message, "  "))
     if len(rule.failures) > 1:
         print(f"  and {len(rule.failures) - 1} more of its cases")

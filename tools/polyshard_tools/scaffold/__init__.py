@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .package import Kind, Written, write_plugin
+from .package import Kind, Ownership, Written, write_plugin
 
-__all__ = ["Kind", "Written", "write_plugin"]
+__all__ = ["Kind", "Ownership", "Written", "write_plugin"]

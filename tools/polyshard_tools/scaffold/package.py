@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import enum
 import importlib.util
+import json
 import keyword
 import os
 import re
@@ -21,6 +22,8 @@ from polyshard.registry.find import BUILT_IN, normalised, offers_of
 
 from .files import Pyproject, write_all
 
+_AUTHOR = re.compile(r"(?P<name>[^<>\n]*[^<>\s])(?:\s*<(?P<email>[^<>\s]+@[^<>\s]+)>)?")
+_LICENCE = re.compile(r"[A-Za-z0-9.+-]+(?: (?:AND|OR|WITH) [A-Za-z0-9.+-]+)*")
 _PLUGIN = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
 #: Names of distributions as package indexes take them: https://packaging.python.org/specifications/name-normalization.
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -32,7 +35,9 @@ class Kind(enum.Enum):
     """A kind of plugin, as a user asks for it. Templates have the names of the values."""
 
     COLLECTIVES = "collectives"
-    """Moves bytes between ranks."""
+    """Changes what other collectives send, or counts it: a decorator."""
+    BACKEND = "backend"
+    """Moves bytes between ranks by itself."""
     PRECISION = "precision"
     """Chooses dtypes, and casts."""
     OFFLOAD = "offload"
@@ -45,12 +50,47 @@ class Kind(enum.Enum):
     @property
     def group(self) -> Group:
         """The entry-point group whose plugins are of this kind."""
-        names = {Kind.POLICY: Group.POLICIES, Kind.LISTENER: Group.PLUGINS}
+        names = {Kind.BACKEND: Group.COLLECTIVES, Kind.POLICY: Group.POLICIES, Kind.LISTENER: Group.PLUGINS}
         return names.get(self) or Group[self.name]
 
     def setting(self, name: str) -> str:
         """The line of TOML that picks the plugin ``name``."""
-        return f'listeners = ["{name}"]' if self is Kind.LISTENER else f'{self.value} = "{name}"'
+        if self is Kind.LISTENER:
+            return f'listeners = ["{name}"]'
+        return f'{"collectives" if self is Kind.BACKEND else self.value} = "{name}"'
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Whose a new package is, as its metadata say it; raises ``ConfigError`` for what metadata cannot say."""
+
+    author: str = ""
+    """``"Name"`` or ``"Name <mail>"``; empty: to be written later."""
+    licence: str = ""
+    """An SPDX expression, such as ``"MIT"``; empty: to be written later."""
+
+    def __post_init__(self) -> None:
+        if self.author and not _AUTHOR.fullmatch(self.author):
+            raise ConfigError(f"--author {self.author!r} is no name. Write 'Name' or 'Name <mail@example.org>'.")
+        if self.licence and not _LICENCE.fullmatch(self.licence):
+            raise ConfigError(
+                f"--license {self.licence!r} is no SPDX expression. Write 'Apache-2.0', 'MIT' or 'MIT OR Apache-2.0'."
+            )
+
+    def toml(self) -> str:
+        """The lines of ``[project]``."""
+        lines = f'license = "{self.licence}"\n' if self.licence else ""
+        if found := _AUTHOR.fullmatch(self.author):
+            # A string of JSON is one of TOML.
+            values = {key: json.dumps(text, ensure_ascii=False) for key, text in found.groupdict().items() if text}
+            lines += f"authors = [{{ {', '.join(f'{key} = {text}' for key, text in values.items())} }}]\n"
+        return lines
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The keys of ``[project]`` that an index's readers would miss."""
+        given = {"license": self.licence, "authors": self.author}
+        return tuple(key for key, value in given.items() if not value)
 
 
 @dataclass(frozen=True)
@@ -66,14 +106,17 @@ class Written:
     """Files that are new, inside of ``folder``."""
     changed: tuple[Path, ...] = ()
     """Files that were there, inside of ``folder``."""
+    missing: tuple[str, ...] = ()
+    """Keys of its ``[project]`` that are to be written before it is published."""
 
 
-def write_plugin(kind: Kind, name: str, into: Path | None = None) -> Written:
+def write_plugin(kind: Kind, name: str, into: Path | None = None, ownership: Ownership | None = None) -> Written:
     """Write a small complete plugin of ``kind`` that is called ``name``, with its test and its entry point.
 
     ``into``: the folder of its package: one that is not there, which is made and whose name the package gets, or that
     of a package that gets another plugin. By default the package that the working directory lies in, if that has
-    plugins; else a new folder ``polyshard-NAME``.
+    plugins; else a new folder ``polyshard-NAME``. ``ownership``: of a package that is made; one
+    that is there has its own.
 
     Raises ``ConfigError``, with nothing written, for a name or a folder that does not do, or cannot be written to.
     """
@@ -81,12 +124,14 @@ def write_plugin(kind: Kind, name: str, into: Path | None = None) -> Written:
     folder = _folder(name) if into is None else into
     try:
         if not folder.exists():
-            return _new(kind, name, class_name, folder)
+            return _new(kind, name, class_name, folder, ownership or Ownership())
         if not (folder / "pyproject.toml").is_file():
             raise ConfigError(
                 f"{folder} is there already, and is no package that a plugin could be added to: it has no "
                 "pyproject.toml. Choose a folder that is not there, or a package's."
             )
+        if ownership not in (None, Ownership()):
+            raise ConfigError(f"--author and --license are for new packages, and {folder} is there: it has its own.")
         return _added(kind, name, class_name, folder)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error}. Nothing was written.") from error
@@ -100,7 +145,7 @@ def _folder(name: str) -> Path:
     return Path("polyshard-" + name.replace("_", "-"))
 
 
-def _new(kind: Kind, name: str, class_name: str, folder: Path) -> Written:
+def _new(kind: Kind, name: str, class_name: str, folder: Path, ownership: Ownership) -> Written:
     parent = folder.resolve().parent
     if not parent.is_dir():
         raise ConfigError(f"cannot make {folder}: {parent} is not there; make it first")
@@ -112,17 +157,19 @@ def _new(kind: Kind, name: str, class_name: str, folder: Path) -> Written:
         "class_name": class_name,
         "group": kind.group.value,
         "entry": _entry(kind, name, f"src/{module}"),
+        "ownership": ownership.toml(),
     }
     contents = {
         "pyproject.toml": _filled("pyproject.toml", values),
         "README.md": _filled("README.md", values),
+        ".github/workflows/test.yml": _filled("test.yml", values),
         f"src/{module}/__init__.py": f'"""Plugins of {distribution} for polyshard."""\n',
         f"src/{module}/py.typed": "",
         f"src/{module}/{name}.py": _filled(f"{kind.value}.py", values),
         f"tests/test_{name}.py": _filled(f"{kind.value}_test.py", values),
     }
     write_all({folder / path: text for path, text in contents.items()}, {})
-    return Written(folder, distribution, name, kind, tuple(map(Path, contents)))
+    return Written(folder, distribution, name, kind, tuple(map(Path, contents)), missing=ownership.missing)
 
 
 def _added(kind: Kind, name: str, class_name: str, folder: Path) -> Written:
