@@ -63,8 +63,9 @@ static: $(READY)  ## run ruff, mypy and import-linter
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	MYPYPATH=benchmarks:examples/rollout:examples/acme/src $(PY) -m mypy \
-	    benchmarks/*.py examples/rollout/*.py examples/acme/src/acme/*.py examples/acme/tests/*.py
+	MYPYPATH=benchmarks:examples/rollout:examples/acme/src:examples/quarry/src $(PY) -m mypy \
+	    benchmarks/*.py examples/rollout/*.py examples/acme/src/acme/*.py examples/acme/tests/*.py \
+	    examples/quarry/src/quarry/*.py examples/quarry/tests/*.py
 	MYPYPATH=examples/recipes:examples/pretrain $(PY) -m mypy examples/recipes/*.py examples/pretrain/*.py
 	MYPYPATH=examples/byte_lm $(PY) -m mypy examples/byte_lm/*.py
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
