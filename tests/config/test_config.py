@@ -360,6 +360,25 @@ def test_unknown_key_is_reported_before_the_environment_is_blamed(tmp_path: Path
     assert "POLYSHARD_" not in str(caught.value)
 
 
+def test_all_mistakes_of_a_file_come_at_once(tmp_path: Path) -> None:
+    text = '[shard]\nprecison = "bf16"\nstrategy = "fullshard"\nsplit_root = 1\noffload = "cpu"\ntimeout_s = 0\n'
+    with pytest.raises(ConfigError) as caught:
+        ShardConfig.from_toml(write(tmp_path, text), environ={})
+    first, *mistakes = str(caught.value).splitlines()
+    assert first == f"[shard] of {tmp_path / 'run.toml'}: 4 mistakes:"
+    assert [line.split(".")[0].strip() for line in mistakes[:3]] == [
+        "unknown setting 'precison'",
+        "strategy 'fullshard' does not exist",
+        "split_root must be True or False, not 1",
+    ]
+    assert mistakes[3].startswith("  timeout_s must be a finite number")
+    assert mistakes[4].startswith("  Settings: collectives, precision")
+    # Settings that exclude each other, of values that are right.
+    text = '[shard]\nmemory_budget = "1 GiB"\nshard_size = 2\n'
+    with pytest.raises(ConfigError, match=r"2 mistakes:\n  memory_budget=1073741824 needs .*\n  shard_size=2 needs "):
+        ShardConfig.from_toml(write(tmp_path, text), environ={})
+
+
 def test_a_mesh_cannot_come_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'mesh' is an object.*Use shard_size"):
         ShardConfig.from_toml(write(tmp_path, "[shard]\nmesh = [2, 4]\n"), environ={})

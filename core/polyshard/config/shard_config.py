@@ -7,7 +7,7 @@ import enum
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -159,7 +159,7 @@ class _Normalised(Generic[_Stored, _Accepted]):
     """A dataclass field that takes several spellings of a value and always reads as one type."""
 
     def __init__(self, convert: Callable[[_Stored | _Accepted], _Stored], default: _Stored) -> None:
-        self._convert = convert
+        self.convert = convert
         self._default = default
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -172,7 +172,7 @@ class _Normalised(Generic[_Stored, _Accepted]):
         return value
 
     def __set__(self, instance: object, value: _Stored | _Accepted) -> None:
-        instance.__dict__[self._name] = self._convert(value)
+        instance.__dict__[self._name] = self.convert(value)
 
 
 _Settings = TypeVar("_Settings")
@@ -270,36 +270,14 @@ class ShardConfig:
     _sources: ClassVar[Sources] = {}
 
     def __post_init__(self) -> None:
-        for name in GROUP_OF_SETTING:
-            check_choice(name, getattr(self, name))
-        for position, choice in enumerate(self.listeners):
-            check_choice(f"listeners[{position}]", choice)
-        for name in ("forward_prefetch", "backward_prefetch"):
-            ahead = getattr(self, name)
-            if not _is_int(ahead) or ahead < 0:
-                raise ConfigError(f"{name} must be a number of units, 0 or more, not {ahead!r}.")
-        self._check_reshard()
-        if not isinstance(self.check_ranks, bool) and self.check_ranks != "always":
-            raise ConfigError(f"check_ranks must be True, False or 'always', not {self.check_ranks!r}.")
-        for name in ("split_root", "sync_module_states", "shard_gradients"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}.")
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
-            raise ConfigError(f"timeout_s must be a number of seconds, not {self.timeout_s!r}.")
-        if not _LEAST_S <= self.timeout_s <= _MOST_S:
-            raise ConfigError(
-                f"timeout_s must be a finite number of seconds above 0, {_LEAST_S:g} at least and {_MOST_S:g} (three "
-                f"years) at most, not {self.timeout_s!r}."
-            )
-        self._check_ranks_layout()
+        for name in _fields():
+            _check_value(name, getattr(self, name))
+        _raise_all(_mistakes([self._check_reshard, self._check_ranks_layout, self._check_parameters]))
+        if self.mesh is not None:
+            self._check_mesh(self.mesh)
 
     def _check_reshard(self) -> None:
         releases = self.reshard_after_forward
-        if not isinstance(releases, bool | None) and releases != "auto" and not (_is_int(releases) and releases > 0):
-            raise ConfigError(
-                "reshard_after_forward must be True, False, None, 'auto' or a number of ranks, 1 or more, not "
-                f"{releases!r}."
-            )
         if releases == "auto" and not self.strategy.reshards_after_forward:
             able = ", ".join(strategy.value for strategy in Strategy if strategy.reshards_after_forward)
             raise ConfigError(
@@ -325,8 +303,6 @@ class ShardConfig:
     def _check_ranks_layout(self) -> None:
         grouped = ", ".join(strategy.value for strategy in Strategy if strategy.grouped)
         if self.shard_size is not None:
-            if not _is_int(self.shard_size) or self.shard_size < 1:
-                raise ConfigError(f"shard_size must be a number of ranks, 1 or more, not {self.shard_size!r}.")
             if self.mesh is not None:
                 raise ConfigError("mesh and shard_size both say which ranks share a shard. Give one of them.")
             if not self.strategy.grouped:
@@ -335,9 +311,6 @@ class ShardConfig:
                     f"{self.strategy.value!r}. Leave shard_size out or change the strategy."
                 )
         self._check_dimensions(grouped)
-        self._check_parameters()
-        if self.mesh is not None:
-            self._check_mesh(self.mesh, grouped)
 
     def _check_dimensions(self, grouped: str) -> None:
         """Of ``shard`` and ``replicate``: what can be told without the mesh, which may come later."""
@@ -384,7 +357,7 @@ class ShardConfig:
         """Whether parameters that compute stay whole until an optimizer steps."""
         return self.strategy is Strategy.ZERO1 or self.shard_parameters is False
 
-    def _check_mesh(self, mesh: DeviceMesh, grouped: str) -> None:
+    def _check_mesh(self, mesh: DeviceMesh) -> None:
         dimensions = getattr(mesh, "ndim", None)
         if not isinstance(dimensions, int):
             raise ConfigError(f"mesh must be a torch.distributed DeviceMesh, not {type(mesh).__name__}.")
@@ -403,6 +376,7 @@ class ShardConfig:
                     )
         wanted = 2 if self.strategy.grouped else 1
         if self.shard is None and dimensions != wanted:
+            grouped = ", ".join(strategy.value for strategy in Strategy if strategy.grouped)
             instead = f"choose {f'one of {grouped}' if wanted == 1 else 'a strategy without groups'}."
             if dimensions > wanted:
                 names = "shard=" if wanted == 1 else "shard= and replicate="
@@ -437,7 +411,7 @@ class ShardConfig:
         """The configuration in ``[table]`` of a TOML file, overridden by ``environ``, over the ranks of ``mesh``.
 
         Raises ``ConfigError`` where the file cannot be read, has no such table, or holds a key or value that does not
-        exist. For the names in ``environ`` see ``with_environment``.
+        exist: one error for all mistakes of the file. For the names in ``environ`` see ``with_environment``.
         """
         if not isinstance(path, str | os.PathLike) or not isinstance(table, str):
             raise ConfigTypeError(
@@ -445,7 +419,7 @@ class ShardConfig:
             )
         settings, where = read_table(Path(path), table), f"[{table}] of {Path(path)}"
         # A wrong file is reported as such, before variables that may hide the mistake or be blamed for it.
-        _refuse_unknown(settings, where)
+        _refuse_wrong(settings, where)
         sources = sources_in(settings, Source(Origin.FILE, where))
         result, sources_after = overridden(settings, sources, environ, _defaults())
         if result is not settings:
@@ -489,7 +463,7 @@ class ShardConfig:
     def _from_table(
         cls, table: Mapping[str, Any], sources: Sources, where: str, mesh: DeviceMesh | None = None
     ) -> ShardConfig:
-        _refuse_unknown(table, where)
+        _refuse_wrong(table, where)
         try:
             return cls(**table, mesh=mesh)._coming_from(sources)
         except ConfigError as error:
@@ -512,15 +486,79 @@ def _defaults() -> dict[str, Any]:
     return {name: field.default for name, field in _fields().items() if name in FILE_FIELDS}
 
 
-def _refuse_unknown(table: Mapping[str, Any], where: str) -> None:
-    for key in table:
-        if key == "mesh":
-            raise ConfigError(
-                f"{where}: 'mesh' is an object and can be given in Python only, as ShardConfig.from_toml(path, "
-                "mesh=mesh). Use shard_size here, or name its dimensions in shard."
+def _refuse_wrong(table: Mapping[str, Any], where: str) -> None:
+    """Raise one ``ConfigError`` for all keys that do not exist and all values that their settings cannot take."""
+    mistakes = _mistakes(partial(_check_setting, key, value) for key, value in table.items())
+    unknown = any(key not in (*FILE_FIELDS, "mesh") for key in table)
+    _raise_all(mistakes, f"{where}: ", f"Settings: {', '.join(FILE_FIELDS)}." if unknown else "")
+
+
+def _check_setting(key: str, value: Any) -> None:
+    if key == "mesh":
+        raise ConfigError(
+            "'mesh' is an object and can be given in Python only, as ShardConfig.from_toml(path, mesh=mesh). Use "
+            "shard_size here, or name its dimensions in shard."
+        )
+    if key not in FILE_FIELDS:
+        raise ConfigError(f"unknown setting {str(key)!r}.{did_you_mean(str(key), FILE_FIELDS)}")
+    normalised = vars(ShardConfig).get(key)
+    _check_value(key, normalised.convert(value) if isinstance(normalised, _Normalised) else value)
+
+
+def _check_value(name: str, value: Any) -> None:
+    """Raise ``ConfigError`` where the setting ``name`` cannot take ``value``, whatever the others are."""
+    match name:
+        case "listeners":
+            for position, choice in enumerate(value):
+                check_choice(f"listeners[{position}]", choice)
+        case "forward_prefetch" | "backward_prefetch":
+            _require(_is_int(value) and value >= 0, f"{name} must be a number of units, 0 or more, not {value!r}.")
+        case "reshard_after_forward":
+            known = isinstance(value, bool | None) or value == "auto" or (_is_int(value) and value > 0)
+            _require(known, f"{name} must be True, False, None, 'auto' or a number of ranks, 1 or more, not {value!r}.")
+        case "check_ranks":
+            known = isinstance(value, bool) or value == "always"
+            _require(known, f"{name} must be True, False or 'always', not {value!r}.")
+        case "split_root" | "sync_module_states" | "shard_gradients":
+            _require(isinstance(value, bool), f"{name} must be True or False, not {value!r}.")
+        case "timeout_s":
+            seconds = isinstance(value, int | float) and not isinstance(value, bool)
+            _require(seconds, f"{name} must be a number of seconds, not {value!r}.")
+            _require(
+                _LEAST_S <= value <= _MOST_S,
+                f"{name} must be a finite number of seconds above 0, {_LEAST_S:g} at least and {_MOST_S:g} (three "
+                f"years) at most, not {value!r}.",
             )
-        if key not in FILE_FIELDS:
-            raise ConfigError(_unknown(str(key), where, FILE_FIELDS))
+        case "shard_size":
+            known = value is None or (_is_int(value) and value >= 1)
+            _require(known, f"{name} must be a number of ranks, 1 or more, not {value!r}.")
+        case _ if name in GROUP_OF_SETTING:
+            check_choice(name, value)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+def _mistakes(checks: Iterable[Callable[[], None]]) -> list[str]:
+    """What the ``ConfigError``s of ``checks`` say."""
+    found = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def _raise_all(mistakes: Sequence[str], where: str = "", remedy: str = "") -> None:
+    """Raise one ``ConfigError`` for ``mistakes``, in a line each where there are several."""
+    told = [*mistakes, *([remedy] if remedy else [])]
+    if len(mistakes) == 1:
+        raise ConfigError(where + " ".join(told))
+    if mistakes:
+        raise ConfigError("\n  ".join([f"{where}{len(mistakes)} mistakes:", *told]))
 
 
 def _unknown(name: str, where: str, known: Iterable[str]) -> str:
