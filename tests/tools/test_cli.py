@@ -3,9 +3,11 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import polyshard
@@ -179,6 +181,48 @@ def test_wrong_arguments_are_told_of_in_one_line(
     assert captured.out == ""
     assert line in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_an_error_is_a_document_too_where_one_is_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["config", str(tmp_path / "run.toml"), "--json"]) == 2
+    captured = capsys.readouterr()
+    error = json.loads(captured.out)["error"]
+    assert error["type"] == "ConfigError"
+    assert captured.err == f"polyshard: {error['message']}\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "shows"),
+    [({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_a_terminal_gets_colour_unless_it_asks_for_none(
+    settings: dict[str, str], shows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    reads, writes = pty.openpty()
+    with open(writes, "w") as terminal, redirect_stderr(terminal):
+        assert main(["plugins", "list", "nothing"]) == 2
+    written = os.read(reads, 1000).decode()
+    os.close(reads)
+    assert "no plugin group is named 'nothing'" in written
+    assert written.startswith("\x1b[31mpolyshard:\x1b[0m " if shows else "polyshard: ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plugins", "list"],
+        ["plugins", "check"],
+        *([each] for each in ("config", "explain", "plan", "bench-links", "doctor", "trace", "new")),
+    ],
+    ids=" ".join,
+)
+def test_every_command_has_json(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    assert "--json" in capsys.readouterr().out
 
 
 #: One for each command, and for those of the commands that have some.

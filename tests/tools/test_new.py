@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import json
 import subprocess
 import sys
 import tomllib
@@ -166,6 +167,15 @@ def test_a_package_that_is_there_has_its_own_author(foreign: Path, capsys: pytes
     before = tree(foreign)
     assert "it has its own" in refusal(capsys, "policy", "veins", "--into", "tools", "--author", "Ada")
     assert tree(foreign) == before
+
+
+def test_a_program_reads_what_was_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "backend", "slate", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    package = here / written["folder"]
+    assert {package / name for name in written["added"]} == {path for path in package.rglob("*") if path.is_file()}
+    assert written["setting"] == 'collectives = "slate"'
+    assert written["missing"] == ["license", "authors"]
 
 
 def test_inside_of_a_package_it_gets_one_more(

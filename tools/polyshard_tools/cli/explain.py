@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout, suppress
@@ -21,11 +20,11 @@ from ..explaining.explain import Workbench
 from ..explaining.explanation import folded, plain
 from ..explaining.picture import draw
 from ..pictures import require_drawable
+from .output import print_json, print_table
 from .shared import (
     config_of,
     importing_beside,
     model_of,
-    print_table,
 )
 
 #: Groups whose plugins can be constructed anywhere, to see whether their options are right.
@@ -42,7 +41,7 @@ def explain_model(arguments: argparse.Namespace) -> int:
     if arguments.picture:
         draw(explanation, arguments.picture)
     if arguments.json:
-        print(json.dumps(explanation.as_json(), indent=2))
+        print_json(explanation.as_json())
     else:
         _print(explanation, unfolded=arguments.all)
     return 0
@@ -157,7 +156,7 @@ def show_config(arguments: argparse.Namespace) -> int:
                 rows.append((name, value, set_by, ""))
     header = ("setting", "value", "set by", "found in")
     if arguments.json:
-        print(json.dumps([dict(zip(header, map(plain, row), strict=True)) for row in rows], indent=2))
+        print_json([dict(zip(header, map(plain, row), strict=True)) for row in rows])
     else:
         print_table([header, *((name, _choice(value), *rest) for name, value, *rest in rows)])
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ from contextlib import suppress
 
 from polyshard.errors import PolyshardError
 
+from .output import Ink, inked, print_error, print_json
 from .parser import command_line
 
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except (PolyshardError, OSError) as error:
         # Of the system: a file that is not there, or may not be read or written. It names the file.
-        print(f"polyshard: {error}", file=sys.stderr)
+        print_error(error, as_json=getattr(arguments, "json", False))
         return 2
     return code
 
@@ -81,7 +81,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
         trials = doctor.trials_for(machine)
         sections.append(doctor.trial_section([doctor.run_trial(each, os.environ, arguments.limit) for each in trials]))
     report = doctor.Report(tuple(sections))
-    print(json.dumps(report.as_json(), indent=2) if arguments.json else "\n".join(report.lines()))
+    if arguments.json:
+        print_json(report.as_json())
+    else:
+        inks = {doctor.Level.PROBLEM: Ink.RED, doctor.Level.HINT: Ink.YELLOW, doctor.Level.FINE: Ink.GREEN}
+        print("\n".join(report.lines(lambda level: inked(level.value, inks[level]))))
     return 1 if report.level is doctor.Level.PROBLEM else 0
 
 
@@ -91,7 +95,7 @@ def _trace(arguments: argparse.Namespace) -> int:
     found = kernel_table(read_kernels(arguments.file))
     if arguments.json:
         ms = {kind.value: round(time, 3) for kind, time in found.ms.items()}
-        print(json.dumps({"ms": ms, "kernels": {kind.value: number for kind, number in found.launches.items()}}))
+        print_json({"ms": ms, "kernels": {kind.value: number for kind, number in found.launches.items()}})
     else:
         print("\n".join(found.lines()))
     return 0
@@ -102,6 +106,9 @@ def _new(arguments: argparse.Namespace) -> int:
 
     ownership = Ownership(arguments.author, arguments.license)
     written = write_plugin(Kind(arguments.kind), arguments.name, arguments.into, ownership)
+    if arguments.json:
+        print_json(written.as_json())
+        return 0
     for path in written.added:
         print(f"wrote    {written.folder / path}")
     for path in written.changed:

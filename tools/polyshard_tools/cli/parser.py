@@ -105,6 +105,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text; errors, too")
+
+
 def add_ranks_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--world-size`` and ``--mesh``, which ``config_of`` reads."""
     ranks = parser.add_mutually_exclusive_group(required=True)
@@ -122,7 +126,7 @@ def add_plugins(commands: Commands) -> None:
     plugins.set_defaults(group=None, json=False)
     listing = verbs.add_parser("list", help="list them")
     listing.add_argument("group", nargs="?", metavar="GROUP", help="one group only, for example collectives")
-    listing.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add_json(listing)
     _add_check(verbs)
 
 
@@ -144,13 +148,13 @@ def _add_check(verbs: Commands) -> None:
     check.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="seconds until the suite must have ended"
     )
-    check.add_argument("--json", action="store_true", help="print JSON instead of text")
+    _add_json(check)
 
 
 def add_config(commands: Commands) -> None:
     config = commands.add_parser("config", help="show the settings that a TOML file and the environment give")
     add_file_options(config)
-    config.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add_json(config)
 
 
 def add_explain(commands: Commands) -> None:
@@ -162,7 +166,7 @@ def add_explain(commands: Commands) -> None:
     add_ranks_options(parser)
     parser.add_argument("--device", help="where ranks compute, for example cuda (default: as FILE says)")
     parser.add_argument("--all", action="store_true", help="a line for each unit, equal ones too")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    _add_json(parser)
     parser.add_argument("--picture", metavar="FILE", help="draw units, sizes and ranks, as .svg, .png or .pdf")
 
 
@@ -210,7 +214,7 @@ def add_plan(commands: Commands) -> None:
         metavar="NAME|FILE",
         help=f"{', '.join(LINKS)}, or what bench-links wrote (default: the device's)",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON, in bytes and seconds")
+    _add_json(parser)
     parser.add_argument(
         "--picture", metavar="FILE", help="draw memory and streams over the step, as .svg, .png or .pdf"
     )
@@ -250,6 +254,7 @@ def add_bench_links(commands: Commands) -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each size (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--name", default="measured", help="what to call them (default: %(default)s)")
+    _add_json(parser)
 
 
 def add_doctor(commands: Commands) -> None:
@@ -259,7 +264,7 @@ def add_doctor(commands: Commands) -> None:
         description="Versions, devices, links, environment variables, plugins, limits, and a short training run. The "
         "exit code is 1 where there is a problem.",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    _add_json(parser)
     parser.add_argument("--no-trial", action="store_true", help="leave out the training run, which starts processes")
     parser.add_argument(
         "--limit",
@@ -286,7 +291,7 @@ def add_trace(commands: Commands) -> None:
         "kind counts.",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="the trace, .json or .json.gz")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    _add_json(parser)
 
 
 def add_new(commands: Commands) -> None:
@@ -301,3 +306,4 @@ def add_new(commands: Commands) -> None:
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="the package's folder")
     parser.add_argument("--author", default="", metavar="NAME", help="of a new package: 'Name' or 'Name <mail>'")
     parser.add_argument("--license", default="", metavar="SPDX", help="of a new package, for example Apache-2.0")
+    _add_json(parser)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -39,13 +38,13 @@ from ..forecast.bench import bench_machine
 from ..forecast.plan import draw
 from ..forecast.timing import LinkModel
 from ..pictures import require_drawable
+from .output import Ink, inked, print_json, print_table
 from .parser import LAUNCH
 from .shared import (
     config_of,
     function_at,
     importing_beside,
     model_of,
-    print_table,
     shown_progress,
 )
 
@@ -131,7 +130,7 @@ def plan_step(arguments: argparse.Namespace) -> int:
     if arguments.picture:
         draw(found, arguments.picture)
     if arguments.json:
-        print(json.dumps((stages or found).to_dict(), indent=1))
+        print_json((stages or found).to_dict())
     else:
         if stages is not None:
             _print_pipeline(stages)
@@ -268,12 +267,16 @@ def _print_time(found: Plan) -> None:
 def _print_verdict(found: Plan) -> None:
     if found.memory_nbytes is None:
         return
-    verdict = {True: "It fits", False: "It does not fit", None: "Without activations it takes"}[found.fits]
+    verdict, ink = {
+        True: ("It fits", Ink.GREEN),
+        False: ("It does not fit", Ink.RED),
+        None: ("Without activations it takes", None),
+    }[found.fits]
     colon = "" if found.fits is None else ":"
     largest = f" The largest batch that does is {found.largest_samples}." if found.largest_samples else ""
     if found.largest_samples == 0:
         largest = " No batch does."
-    print(f"\n{verdict}{colon} {_shown(found.peak_nbytes)} of {_shown(found.memory_nbytes)}.{largest}")
+    print(f"\n{inked(verdict, ink)}{colon} {_shown(found.peak_nbytes)} of {_shown(found.memory_nbytes)}.{largest}")
 
 
 def _unit_of(nbytes: int) -> tuple[int, str]:
@@ -306,7 +309,7 @@ def bench_links(arguments: argparse.Namespace) -> int:
         if collectives.rank == 0:
             if arguments.out:
                 Path(arguments.out).write_text(links.to_json(), encoding="utf-8")
-            _print_links(links)
+            print(links.to_json(), end="") if arguments.json else _print_links(links)
     return 0
 
 

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import importlib.util
 import inspect
-import json
 import textwrap
 import tomllib
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from polyshard.errors import (
 from polyshard.interfaces import Group
 from polyshard.registry.find import normalised, offers_of
 
-from .shared import print_table
+from .output import Ink, inked, print_json, print_table
 
 if TYPE_CHECKING:
     from polyshard_testing.check_process import Rule, SuiteRun
@@ -40,7 +39,7 @@ def _list(arguments: argparse.Namespace) -> int:
     plugins = [plugin for each in groups for plugin in registry.installed(each)]
     if arguments.json:
         records = [dataclasses.asdict(plugin) | {"state": plugin.state.value} for plugin in plugins]
-        print(json.dumps(records, indent=2))
+        print_json(records)
         return 0
     header = ("group", "name", "distribution", "version", "value", "state")
     rows = [
@@ -193,7 +192,7 @@ def _devices() -> tuple[str, ...]:
 
 def _print_unusable(arguments: argparse.Namespace, plugin: dict[str, str], state: str, error: str) -> int:
     if arguments.json:
-        print(json.dumps(plugin | {"state": state, "error": error, "devices": [], "rules": []}, indent=2))
+        print_json(plugin | {"state": state, "error": error, "devices": [], "rules": []})
     else:
         print(f"{_named(plugin)}: {state}\n{textwrap.indent(error, '  ')}")
     return 2
@@ -206,10 +205,11 @@ def _print_result(arguments: argparse.Namespace, plugin: dict[str, str], run: Su
     if arguments.json:
         rules = [dataclasses.asdict(rule) | {"holds": rule.holds} for rule in run.rules]
         record: dict[str, Any] = {**plugin, "state": "checked", "error": run.ended_early, "devices": run.devices}
-        print(json.dumps(record | {"rules": rules}, indent=2))
+        print_json(record | {"rules": rules})
         return code
     for rule in run.rules:
-        print(f"{_verdict(rule):<14} {_sentence(rule)}")
+        verdict, ink = _verdict(rule)
+        print(f"{inked(f'{verdict:<14}', ink)} {_sentence(rule)}")
     print()
     for rule in failed:
         _print_failed(rule)
@@ -220,10 +220,10 @@ def _print_result(arguments: argparse.Namespace, plugin: dict[str, str], run: Su
     return code
 
 
-def _verdict(rule: Rule) -> str:
+def _verdict(rule: Rule) -> tuple[str, Ink | None]:
     if rule.failures:
-        return "does not hold"
-    return "holds" if rule.asked else "does not apply"
+        return "does not hold", Ink.RED
+    return ("holds", Ink.GREEN) if rule.asked else ("does not apply", None)
 
 
 def _sentence(rule: Rule) -> str:

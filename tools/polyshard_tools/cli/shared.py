@@ -1,4 +1,4 @@
-"""Shared by several commands: the configuration's file, the user's model and functions, tables."""
+"""Shared by several commands: the configuration's file, the user's model and functions."""
 
 from __future__ import annotations
 
@@ -49,13 +49,6 @@ def _sizes_of(text: str) -> dict[str, int]:
     if len(sizes) != len(pairs) or "" in sizes:
         raise ConfigError(f"--mesh {text!r} is no mesh. Write sizes of different dimensions, as dp=4,tp=2.")
     return sizes
-
-
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print ``rows`` of text, the first of them the header, in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 @contextmanager

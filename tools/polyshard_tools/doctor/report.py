@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -84,22 +84,22 @@ class Report:
             ],
         }
 
-    def lines(self) -> Iterator[str]:
-        """For people: facts, findings under them, and a last line that sums up."""
+    def lines(self, shown: Callable[[Level], str] = lambda level: level.value) -> Iterator[str]:
+        """For people: facts, findings under them, and a last line that sums up. ``shown``: how a level is printed."""
         for section in self.sections:
             yield section.title
             for name, value in section.facts:
                 yield f"  {name:{_WIDTH}}  {value}"
             for finding in section.findings:
-                yield from _lines(finding)
+                yield from _lines(finding, shown(finding.level))
             yield ""
         counts = {level: sum(finding.level is level for finding in self.findings) for level in Level}
         problems, hints = counts[Level.PROBLEM], counts[Level.HINT]
         yield f"{problems} problem{'s' * (problems != 1)}, {hints} hint{'s' * (hints != 1)}"
 
 
-def _lines(finding: Finding) -> Iterator[str]:
-    yield f"  {finding.level.value}: {finding.about} {finding.what}"
+def _lines(finding: Finding, level: str) -> Iterator[str]:
+    yield f"  {level}: {finding.about} {finding.what}"
     why = finding.why + (f" ({finding.source})" if finding.source else "")
     for label, text in (("why", why), ("do", finding.cure)):
         first, *others = text.splitlines() or [""]

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from polyshard.errors import ConfigError
 from polyshard.interfaces import Group
@@ -108,6 +109,13 @@ class Written:
     """Files that were there, inside of ``folder``."""
     missing: tuple[str, ...] = ()
     """Keys of its ``[project]`` that are to be written before it is published."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Values of JSON: the fields, with paths as text, and the setting that picks the plugin."""
+        paths = {"added": list(map(str, self.added)), "changed": list(map(str, self.changed))}
+        named = {"distribution": self.distribution, "name": self.name, "kind": self.kind.value}
+        setting = self.kind.setting(self.name)
+        return {"folder": str(self.folder), **named, **paths, "missing": list(self.missing), "setting": setting}
 
 
 def write_plugin(kind: Kind, name: str, into: Path | None = None, ownership: Ownership | None = None) -> Written:
