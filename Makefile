@@ -30,7 +30,7 @@ PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist worksteal
 RANKS ?= $$($(PY) -c 'import torch; print(torch.cuda.device_count() or 2)')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo pretrain moe rollout test check static quick test-nightly test-faults test-downstream test-gpu bench clean
+.PHONY: help demo pretrain moe rollout test coverage check static quick test-nightly test-faults test-downstream test-gpu bench clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '  make %-9s %s\n' "$$name" "$$text"; done
@@ -53,6 +53,11 @@ rollout: $(READY)  ## train, and hand weights to a generator: two trainers and a
 test: $(READY)  ## run all tests that need no GPU; options for pytest in ARGS="..."
 	$(PY) -m pytest -m "not gpu and not nightly and not faults and not downstream" --ignore tests/gpu $(PARALLEL) $(ARGS)
 
+# Ranks that are forked processes are not measured: what they alone run counts as not run.
+coverage: $(READY)  ## run the same tests, and show the lines that none of them runs
+	$(PY) -m pytest -m "not gpu and not nightly and not faults and not downstream" --ignore tests/gpu $(PARALLEL) \
+	    --cov --cov-report=term-missing:skip-covered $(ARGS)
+
 # What uses one core runs beside each other, then the tests, which use all.
 check: $(READY)  ## run the static checks and the quick tests, build `docs` and `package`
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target static docs package
@@ -63,6 +68,7 @@ static: $(READY)  ## run ruff, mypy and import-linter
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m codespell_lib $$(git ls-files | grep -vE '^tests/|\.(svg|json|ipynb)$$')
 	MYPYPATH=benchmarks:examples/rollout:examples/acme/src:examples/quarry/src $(PY) -m mypy \
 	    benchmarks/*.py examples/rollout/*.py examples/acme/src/acme/*.py examples/acme/tests/*.py \
 	    examples/quarry/src/quarry/*.py examples/quarry/tests/*.py
@@ -99,7 +105,7 @@ test-gpu: $(READY)  ## run the tests that need GPUs; in two parts by HALF=1/2 an
 bench: $(READY)  ## run every benchmark in benchmarks/
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" $(ARGS); done
 
-.PHONY: docs package release
+.PHONY: docs package changelog release
 
 docs: $(READY)  ## build the pages as a site, build/site/index.html; warnings are errors
 	$(PY) -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/site
@@ -107,6 +113,9 @@ docs: $(READY)  ## build the pages as a site, build/site/index.html; warnings ar
 
 package: $(READY)  ## build sdist and wheel into dist/, install them in a bare environment, and try them
 	$(PY) tests/support/built_package.py
+
+changelog: $(READY)  ## move the files of changes/ below Unreleased in CHANGELOG.md
+	$(PY) -m towncrier build --yes --version unreleased
 
 release: $(READY)  ## `package`, then the demo with what it built, and what to do next; uploads nothing, refuses a dirty tree
 	$(PY) tests/support/release.py

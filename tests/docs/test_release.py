@@ -58,9 +58,24 @@ def test_changes_that_no_commit_has_are_refused(checkout: Path) -> None:
     ]
 
 
-def test_a_version_that_was_tagged_is_refused(checkout: Path) -> None:
+def test_a_version_that_was_tagged_before_is_refused(checkout: Path) -> None:
     git(checkout, "tag", "v1.2.0")
-    assert release.unready(checkout) == ["the tag v1.2.0 is there: raise core/polyshard/_version.py"]
+    assert release.unready(checkout) == []
+    git(checkout, "commit", "--quiet", "--allow-empty", "-m", "Later")
+    assert release.unready(checkout) == ["the tag v1.2.0 is at another commit: raise core/polyshard/_version.py"]
+
+
+def test_a_tag_of_another_version_is_refused(checkout: Path) -> None:
+    git(checkout, "tag", "v1.3.0")
+    assert release.unready(checkout) == ["the tag v1.3.0 is at this commit, which has version 1.2.0"]
+
+
+def test_changes_that_the_changelog_does_not_have_are_refused(checkout: Path) -> None:
+    (checkout / "changes").mkdir()
+    (checkout / "changes" / "12.change.md").write_text("A change.\n")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "--quiet", "-m", "A change")
+    assert release.unready(checkout) == ["changes/12.change.md is not in CHANGELOG.md: make changelog"]
 
 
 @pytest.mark.parametrize(

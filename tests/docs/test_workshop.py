@@ -6,7 +6,9 @@ import itertools
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -105,5 +107,34 @@ def test_everything_that_help_lists_is_run_somewhere() -> None:
         for job in yaml.safe_load(path.read_text())["jobs"].values()
         for words in commands(job)
     }
-    # `check` and `quick` are parts of others; `release` needs a version that is to be released, the rest GPUs.
-    assert TARGETS - run == {"help", "check", "quick", "test-gpu", "bench", "clean", "release"}
+    # `check` and `quick` are parts of others; `changelog` changes files, `bench` needs GPUs to itself.
+    assert TARGETS - run == {"help", "check", "quick", "bench", "clean", "changelog"}
+
+
+def test_changes_are_entries_that_the_changelog_takes(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "changes", tmp_path / "changes")
+    (tmp_path / "changes" / "12.change.md").write_text("First line,\nsecond line.\n")
+    before = (tmp_path / "CHANGELOG.md").read_text(encoding="utf-8")
+    entries = len(list((tmp_path / "changes").glob("*.change.md")))
+    subprocess.run(
+        [sys.executable, "-m", "towncrier", "build", "--yes", "--version", "unreleased"],
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+    )
+    assert {path.name for path in (tmp_path / "changes").iterdir()} == {"README.md", "template.jinja"}
+    after = (tmp_path / "CHANGELOG.md").read_text(encoding="utf-8")
+    head, _, old = before.partition("## [Unreleased]\n")
+    added = after.removeprefix(head + "## [Unreleased]\n").removesuffix(old.lstrip("\n"))
+    assert added.startswith("\n- ")
+    assert added.count("\n- ") == entries
+    assert "\n- First line,\n  second line.\n" in added
+
+
+def test_owners_are_named_for_paths_that_are_there() -> None:
+    lines = (ROOT / ".github" / "CODEOWNERS").read_text(encoding="utf-8").splitlines()
+    paths = [line.split()[0] for line in lines if not line.startswith("#")]
+    assert paths[0] == "*"
+    assert all((ROOT / path.strip("/")).exists() for path in paths[1:])

@@ -2,7 +2,8 @@
 
     python tests/support/release.py
 
-It refuses a checkout with changes, and a version that the changelog, the citation or the README does not name. Then it
+It refuses a checkout with changes, a version that the changelog, the citation or the README does not name, and one that
+another commit's tag has. Then it
 builds and tries what ``built_package.py`` does, installs the wheel with its extra ``train`` in a second bare
 environment, and trains the demo of the sdist in there.
 """
@@ -61,8 +62,13 @@ def unready(root: Path) -> list[str]:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         files = ", ".join(line[3:] for line in changed[:3])
         found.append(f"the checkout has changes that no commit has: {files}{more}. Commit or remove them")
-    if _git(root, "tag", "--list", f"v{version}"):
-        found.append(f"the tag v{version} is there: raise core/polyshard/_version.py")
+    for path in sorted((root / "changes").glob("*.change.md")):
+        found.append(f"changes/{path.name} is not in CHANGELOG.md: make changelog")
+    # A workflow that the tag starts finds it at this commit.
+    here, there = (set(_git(root, "tag", *words).split()) for words in (("--points-at", "HEAD"), ("--list",)))
+    if f"v{version}" in there - here:
+        found.append(f"the tag v{version} is at another commit: raise core/polyshard/_version.py")
+    found += [f"the tag {tag} is at this commit, which has version {version}" for tag in sorted(here - {f"v{version}"})]
     return found
 
 
