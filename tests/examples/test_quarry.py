@@ -12,6 +12,7 @@ import polyshard
 import pytest
 import torch
 from fake_distribution import install
+from packaging.requirements import Requirement
 from processes import KeptRanks
 
 QUARRY = Path(__file__).parents[2] / "examples" / "quarry"
@@ -51,6 +52,8 @@ def trained(rank: int, site: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
 @pytest.mark.slow
 def test_a_model_trains_with_both_by_name(tmp_path: Path) -> None:
     project = tomllib.loads((QUARRY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (needs,) = [each for each in map(Requirement, project["dependencies"]) if each.name == "polyshard"]
+    assert polyshard.__version__ in needs.specifier
     offers = [(group, *each) for group, names in project["entry-points"].items() for each in names.items()]
     install(tmp_path, project["name"], project["version"], offers)
     (first, used), (second, _) = RANKS.run(2, trained, tmp_path)

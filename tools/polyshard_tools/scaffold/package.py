@@ -17,6 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from polyshard._version import __version__
 from polyshard.errors import ConfigError
 from polyshard.interfaces import Group
 from polyshard.registry.find import BUILT_IN, normalised, offers_of
@@ -166,6 +167,7 @@ def _new(kind: Kind, name: str, class_name: str, folder: Path, ownership: Owners
         "group": kind.group.value,
         "entry": _entry(kind, name, f"src/{module}"),
         "ownership": ownership.toml(),
+        "bounds": _bounds(),
     }
     contents = {
         "pyproject.toml": _filled("pyproject.toml", values),
@@ -178,6 +180,12 @@ def _new(kind: Kind, name: str, class_name: str, folder: Path, ownership: Owners
     }
     write_all({folder / path: text for path, text in contents.items()}, {})
     return Written(folder, distribution, name, kind, tuple(map(Path, contents)), missing=ownership.missing)
+
+
+def _bounds() -> str:
+    """This minor version of polyshard, as a dependency's specifier."""
+    major, minor, *_ = __version__.split(".")
+    return f">={major}.{minor},<{major}.{int(minor) + 1}"
 
 
 def _added(kind: Kind, name: str, class_name: str, folder: Path) -> Written:
