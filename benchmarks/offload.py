@@ -28,10 +28,9 @@ from contenders import Site, adamw
 from measure import spread, turned, undisturbed, write
 from memory import Memory
 from ranks import Ranks
+from runs import FailedError, environment, job, make_parser, not_started, timed, together
 from torch import nn
 from workloads import WORKLOADS, Batches, Block, Workload, initializer, meta_model
-
-from runs import FailedError, environment, job, make_parser, not_started, timed, together
 
 _NONE = "none"
 #: Parts of the device's share that may stay, in per cent.
