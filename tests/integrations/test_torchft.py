@@ -377,8 +377,9 @@ def test_a_job_is_killed_and_comes_back_with_the_same_bits(tmp_path: Path) -> No
     try:
         with Jobs(plan) as jobs:
             jobs.await_together(2, steps=10, limit_s=90.0)
-            jobs.kill(1, hold=False)
-            jobs.await_steps(0, 10, limit_s=10.0)
+            jobs.kill(1)
+            jobs.await_steps(0, 10, limit_s=20.0)
+            jobs.start(1)
             jobs.await_together(2, steps=10)
             jobs.finish()
         found = compare(plan)

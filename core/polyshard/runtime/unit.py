@@ -641,7 +641,8 @@ class Unit(ABC):
             # What programs write to parameters between backwards is seen by the counters of these. Not by them is seen
             # what ``.data`` hides, as in updates that are written by hand: these have no optimizer, or no backward.
             before, self._versions = self._versions, self.originals.versions
-            lasts = self._outlives and self.root.stepped
+            # An optimizer in the backward steps over what has gradients on this rank, and other ranks may gather.
+            lasts = self._outlives and self.root.stepped and self.root.backward_step is None
             self._outlives = False
             if before != self._versions or (chosen and not lasts):
                 self.outdate()
