@@ -11,7 +11,6 @@ import torch
 from polyshard.errors import ConfigError, StateError
 from polyshard.inspect import ShardedModel, idle_model
 from polyshard.interfaces import Collectives, CollectivesDecorator
-from polyshard.preemption import own_state, restore_own_state
 from torch import nn
 
 from .collectives import Torchft
@@ -118,9 +117,6 @@ class Elastic:
         link = self._link
         quorum = link.begin()
         before, self._size = self._size, quorum.size
-        # A void step is taken again: with the same random numbers, in jobs that began it and in those that did not.
-        device = self._sharded.collectives.device
-        drawn = own_state(device)
 
         def commit() -> bool:
             if not link.open_step:
@@ -145,8 +141,6 @@ class Elastic:
                 link.give_up()
             raise
         finally:
-            if not self._counts:
-                restore_own_state(drawn, device)
             self._counts = False
             link.leave()
         self._drop_gradients()
