@@ -29,8 +29,7 @@ class UnitRanks:
     ==========================  =====================  ==================================
     unit                        owner                  replicate
     ==========================  =====================  ==================================
-    FULL_SHARD, ZeRO, HPZ       all data ranks         none
-    HFSDP                       all data ranks         none
+    FULL_SHARD, ZeRO, HFSDP     all data ranks         none
     HYBRID_SHARD (and ZeRO-2)   ``shard_size`` ranks   the other data ranks
     NO_SHARD                    none                   all data ranks
     beside tensor parallelism   as above, of those with this rank's part of the parameters

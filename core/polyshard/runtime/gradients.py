@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Protocol
 
 import torch
-from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from .. import _torch_private
@@ -17,28 +15,13 @@ from ..errors import StateError
 from ..interfaces import OffloadManager, UnitDtypes
 from ..planning.answers import refuse_gradient
 from ..planning.layout import FlatLayout, contiguous_stride
+from .backward_step import BackwardStep
 from .parameters import GradientTarget
 from .reduce import Contribution, Reducer, Reducible, ReductionInput
 from .streams import CommStreams
 
 _gradient_of = attrgetter("grad")
 _is_trained = attrgetter("requires_grad")
-
-
-class Stepper(Protocol):
-    """Steps an optimizer in the backward."""
-
-    def before_gradient(self, unit: Reducible) -> None:
-        """``unit`` gets a gradient. Raises StateError where another one was used already."""
-
-    def take(
-        self,
-        unit: Reducible,
-        parameters: Sequence[nn.Parameter],
-        gradient: torch.Tensor,
-        arrives: Callable[[], None],
-    ) -> None:
-        """``gradient`` is that of ``unit``, and viewed by all of ``parameters``, once ``arrives`` has returned."""
 
 
 class Gradients:
@@ -92,7 +75,7 @@ class Gradients:
         self.fills_unused = False
         self._reduced_once = False
         #: Told of gradients that no later one of the backward is added to; None where nobody steps there.
-        self.stepper: Stepper | None = None
+        self.stepper: BackwardStep | None = None
         #: The places (``CommStreams.here``) at which the gradients of the next reduction were computed, and those in
         #: the sum added up.
         self.places: list[object] = []
@@ -329,7 +312,7 @@ class Gradients:
         self._delivered = None
         return present
 
-    def _let_step(self, stepper: Stepper, stored: torch.Tensor) -> None:
+    def _let_step(self, stepper: BackwardStep, stored: torch.Tensor) -> None:
         """Let ``stepper`` have the gradient, unless it may still change or be taken away."""
         keeper, hooked = self._keeper, any(map(_torch_private.hooks_after_accumulation, self._owners))
         if keeper is not None and not (self.missed or self.unfilled or hooked):
