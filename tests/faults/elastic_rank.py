@@ -233,7 +233,10 @@ def _train(job: int, rank: int, life: int, plan: Plan, store: Path) -> None:
     newest = [max((each for each in found if each is not None), key=lambda each: each.name, default=None)]
     dist.broadcast_object_list(newest)
     if newest[0] is not None:
-        elastic.load_state_dict(checkpoint.load(newest[0], model, optimizer)["elastic"])
+        saved = checkpoint.load(newest[0], model, optimizer)
+        elastic.load_state_dict(saved["elastic"])
+        # Where other jobs stand behind this step, nothing is taken over.
+        polyshard.restore_random_states(model, saved["random"])
     jobs = 0
 
     def tell(at: At) -> None:
@@ -266,5 +269,6 @@ def _train(job: int, rank: int, life: int, plan: Plan, store: Path) -> None:
             log.write(json.dumps(told) + "\n")
             if counts and step.rank == 0 and step.number % plan.save_every == 0:
                 tell(At.SAVE)
-                checkpoint.save(root, step.number, model, optimizer, extra={"elastic": elastic.state_dict()}, keep=3)
+                extra = {"elastic": elastic.state_dict(), "random": polyshard.random_states(model)}
+                checkpoint.save(root, step.number, model, optimizer, extra=extra, keep=3)
     tell(At.END)
