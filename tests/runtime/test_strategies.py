@@ -27,7 +27,7 @@ from parity import (
     train_reference,
     units_of,
 )
-from polyshard.errors import StateError
+from polyshard.errors import ConfigError, StateError, WorldSizeError
 from polyshard.planning.meshes import WorldMesh
 from polyshard_backends.threaded import ThreadedWorld
 from processes import run_processes
@@ -471,6 +471,20 @@ def test_steps_that_are_written_by_hand_reach_the_next_forward(settings: dict[st
         return {name: full(parameter.detach()) for name, parameter in mine.named_parameters()}
 
     assert_wholes(on_ranks(world_size, on_rank), reference.parameters)
+
+
+def test_what_groups_cannot_share_is_refused_and_the_model_stays_whole() -> None:
+    model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128))
+    policy = units_of(nn.Linear)
+    for wrong, kind, words in (
+        ({"shard_size": 1}, ConfigError, r"'hfsdp' are of one rank each.*or write 'zero1'"),
+        ({"shard_size": 3}, WorldSizeError, "4 ranks cannot be divided into shard groups of 3"),
+    ):
+        with pytest.raises(kind, match=words):
+            polyshard.shard(model, polyshard.ShardConfig(collectives=fake(), policy=policy, strategy="hfsdp", **wrong))
+    polyshard.shard(model, polyshard.ShardConfig(collectives=fake(), policy=policy, strategy="hfsdp", shard_size=2))
+    model(torch.ones(2, 128)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.numel())
 
 
 # Norms.
