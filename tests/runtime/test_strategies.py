@@ -27,7 +27,7 @@ from parity import (
     train_reference,
     units_of,
 )
-from polyshard.errors import ConfigError, StateError, WorldSizeError
+from polyshard.errors import ConfigError, StateError, UnsupportedError, WorldSizeError
 from polyshard.planning.meshes import WorldMesh
 from polyshard_backends.threaded import ThreadedWorld
 from processes import run_processes
@@ -474,9 +474,10 @@ def test_steps_that_are_written_by_hand_reach_the_next_forward(settings: dict[st
 
 
 def test_what_groups_cannot_share_is_refused_and_the_model_stays_whole() -> None:
-    model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128))
+    model = nn.Sequential(nn.Linear(128, 1024), nn.Linear(1024, 128))  # fp8 encodes no smaller ones
     policy = units_of(nn.Linear)
     for wrong, kind, words in (
+        ({"shard_size": 2, "precision": "fp8"}, UnsupportedError, r"Fp8 encodes what '0' gathers\. Choose a precision"),
         ({"shard_size": 1}, ConfigError, r"'hfsdp' are of one rank each.*or write 'zero1'"),
         ({"shard_size": 3}, WorldSizeError, "4 ranks cannot be divided into shard groups of 3"),
     ):
