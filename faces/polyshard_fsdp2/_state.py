@@ -265,6 +265,7 @@ class State(FSDPState):  # type: ignore[misc]
 
     def _before_save(self, *_: Any) -> None:
         for unit in self.units:
+            unit.refuse_lost_writes()
             unit.conceal()
 
     def _before_load(self, *_: Any) -> None:

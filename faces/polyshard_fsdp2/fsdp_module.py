@@ -33,7 +33,7 @@ class UnshardHandle(TorchUnshardHandle):
                 # A forward used it and let go of it.
                 continue
             unit.wait()
-            unit.show()
+            unit.hold()
 
 
 class GradientReductionHandle(_torch_private.GradientReductionHandle):  # type: ignore[misc]
@@ -125,11 +125,16 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Release the whole parameters of this module, and hold sharded ones again."""
+        """Release the whole parameters of this module, and hold sharded ones again.
+
+        Raises:
+            ParameterChangedError: whole ones were replaced or written to.
+        """
         module_state = _state(self).module_state
         if module_state is not None:
             _state(self).take_over()
             for unit in module_state.units:
+                unit.refuse_lost_writes()
                 unit.reshard()
 
     def reset_iter_state(self) -> None:

@@ -196,6 +196,40 @@ def what_is_done_to_whole_parameters(rank: int) -> None:
     train(model, 1)
 
 
+def what_is_written_to_whole_parameters(rank: int) -> None:
+    """Each is lost in FSDP2, without a word: at the latest behind the next backward."""
+    model: Any = shard_all(OURS, make(), reshard_after_forward=False)
+    expected = wholes(model)
+    block, words = model.blocks[0], next(batches(1))
+    loss = loss_of(model, words)
+    expected_loss = loss.item()
+    refused = pytest.raises(ParameterChangedError, match=r"Whole parameters of 'blocks.0' were written to outside")
+    calls: list[Callable[[], object]] = [
+        lambda: model(words),
+        lambda: model.state_dict(),
+        lambda: block.reshard(),
+        # A bias is not saved for backward: autograd says nothing.
+        lambda: loss.backward(),
+    ]
+    for call in calls:
+        loss = loss_of(model, words)
+        with torch.no_grad():
+            block.up.bias.add_(1)
+        with refused:
+            call()
+        same(wholes(model), expected)
+    block.unshard()
+    with torch.no_grad():
+        block.up.weight.zero_()
+    with refused:
+        block.reshard()
+    assert loss_of(model, words).item() == expected_loss
+    model.reshard()
+    for each in model.blocks:
+        each.reshard()
+    train(model, 1)
+
+
 def recovery_from_an_exception(rank: int) -> None:
     def run(face: ModuleType) -> Any:
         model: Any = shard_all(face, make())
@@ -493,6 +527,7 @@ BODIES: dict[Callable[[int], object], int] = {
     a_loss_in_chunks_on_one_rank: 1,
     modules_that_are_whole_already: 2,
     what_is_done_to_whole_parameters: 2,
+    what_is_written_to_whole_parameters: 2,
     recovery_from_an_exception: 2,
     unused_parameters_get_zeros: 2,
     hints_change_no_number: 2,

@@ -161,6 +161,11 @@ class FlatBuffer:
         """Let the version counters of ``tensors`` follow gathers and releases."""
         self.versioned, self._released_versions = tensors, [self.RELEASED] * len(tensors)
 
+    @property
+    def versions(self) -> list[int]:
+        """What ``versioned`` count now: other numbers once a program wrote to them in place."""
+        return [tensor._version for tensor in self.versioned]
+
     def pin(self) -> bool:
         """Let the attached buffer hold its memory and values from now on, whether or not it is released.
 

@@ -137,6 +137,7 @@ class PlacedUnit(Unit):
         if self.views.changed:
             self.take_over()
         if self.keeps_whole:
+            self.refuse_lost_writes()
             self.conceal()
         if self.is_elsewhere:
             self.require_values("A forward")

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from ..errors import CollectiveError, ParameterError, ParameterMovedError, UnsupportedError
+from ..errors import CollectiveError, ParameterChangedError, ParameterError, ParameterMovedError, UnsupportedError
 from ..interfaces import (
     Collectives,
     LinearForm,
@@ -168,6 +168,8 @@ class Unit(ABC):
         # Whether no optimizer stepped behind the last backward; the versions of parameters when a forward began last.
         self._outlives = False
         self._versions: Sequence[int] = ()
+        # The versions of whole parameters that modules hold between forward and backward; None where they hold none.
+        self._held: Sequence[int] | None = None
         self._use_master(master)
 
     def _use_master(self, master: torch.Tensor) -> None:
@@ -542,10 +544,31 @@ class Unit(ABC):
         """Let modules see whole parameters."""
         self.bindings.show(Shown.VIEWS)
 
+    def hold(self) -> None:
+        """Let modules hold whole parameters outside of compute, too: nothing may be written to them there."""
+        self.show()
+        self._held = self.buffer.versions
+
     def hide(self) -> None:
         """``conceal``, unless the parameters stay whole until backward and modules hold them so."""
-        if not (self.keeps_whole and self._is_kept_whole):
+        if self.keeps_whole and self._is_kept_whole:
+            self.hold()
+        else:
             self.conceal()
+
+    def refuse_lost_writes(self) -> None:
+        """Raise where a program wrote to whole parameters that modules hold: the next gather would not have it.
+
+        Raises:
+            ParameterChangedError: once; what was written is dropped.
+        """
+        if self._held is not None and self._held != self.buffer.versions:
+            self.reshard()
+            raise ParameterChangedError(
+                f"Whole parameters of '{self.name}' were written to outside of its forward (rank "
+                f"{self.ranks.world.rank}). They are copies, and the parameters keep their values. Call reshard() "
+                "before you write, or write inside of polyshard.unsharded()."
+            )
 
     @property
     def _is_kept_whole(self) -> bool:
@@ -561,6 +584,7 @@ class Unit(ABC):
                 kept = self.keeps_whole and bindings.shown is Shown.VIEWS
                 if kept and self.originals.take_trained(self.leaves):
                     self.follow_requires_grad()
+                self._held = None
                 bindings.show(shown)
 
     def reshard(self) -> None:
@@ -628,6 +652,7 @@ class Unit(ABC):
         if self.prepared and self._shards.masters is not None:
             self._shards.masters.current = False
         if self.fresh is Fresh.RETAINED:
+            self.refuse_lost_writes()
             self.fresh = Fresh.NOT
             self.conceal()
         elif self.state is UnitState.SHARDED_POST_FORWARD:
@@ -674,7 +699,8 @@ class Unit(ABC):
             self.follow_requires_grad()
 
     def refuse_changes(self) -> None:
-        """Refuse parameters replaced between forward and backward; take over a changed ``requires_grad``."""
+        """Refuse parameters replaced or written to between forward and backward; take over ``requires_grad``."""
+        self.refuse_lost_writes()
         self.originals.refuse_changes(held=self.bindings.shown is Shown.ORIGINALS)
         # Autograd asks a leaf whether it wants its gradient when that arrives.
         if self.originals.retrained():
