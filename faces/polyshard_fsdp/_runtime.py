@@ -112,7 +112,7 @@ class FSDPModuleState(ModuleState):
     def _reduce_zeros_if_unused(self) -> None:
         root = self.root
         assert isinstance(root, FSDPRoot)
-        if not (self.joins_reduction and root.accumulates):
+        if not (self.joins_reduction and root.backward.accumulates):
             return
         for unit in self.units:
             if not unit.trainable or unit.pending or unit.gradients.unreduced or unit.ranks.alone:

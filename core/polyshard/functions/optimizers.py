@@ -11,6 +11,7 @@ import torch
 from .. import _torch_private
 from ..errors import ConfigError, StateError, UnsupportedError, warn_once
 from ..runtime.backward_step import steps_a_part
+from ..runtime.guards import refuse_unseen_gradients
 from ..runtime.live_roots import LiveRoots, ParameterLocation
 from ..runtime.root import Root
 from ..runtime.unit import Unit
@@ -57,7 +58,7 @@ class OptimizerCheck:
         units = [unit for held in self._units.get(optimizer, ()) if (unit := held()) is not None]
         # Of its own models alone: ranks may be threads, and each is to be told.
         for each in {unit.root for unit in units}:
-            each.refuse_unseen_gradients()
+            refuse_unseen_gradients(each)
             each.stepped = True
         for reference in self._live.references:
             root = reference()

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _torch_private
-from .order import ForwardRecord
+from .backward import ForwardRecord
 
 
 class Region:

@@ -27,6 +27,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..interfaces import Collectives
+from .module_state import ModuleState
+from .order import ExecutionOrder
 from .states import Reshard
 from .unit import Unit
 
@@ -112,15 +114,16 @@ class Budget:
         self.reason = "decided at the end of the first backward that follows an optimizer step; until then none is kept"
         """One line for people: what was decided, and why; equal on all ranks once it was."""
 
-    def decide(self, units: Sequence[Unit], order: Sequence[Unit], collectives: Collectives) -> bool:
+    def decide(
+        self, units: Sequence[Unit], execution_order: ExecutionOrder[ModuleState], collectives: Collectives
+    ) -> bool:
         """Decide, if it is time; returns whether it has decided.
 
         Every rank calls it at the end of each backward that reduced.
 
         Args:
             units: All of the root's, in module order.
-            order: Those that the last forward ran, in its order, less those that are kept in any case or that backward
-                does not gather.
+            execution_order: Of the last forward.
             collectives: All ranks that share the model.
         """
         if collectives.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -131,6 +134,16 @@ class Budget:
         self._sums = sums
         if self._backwards == 1:
             return False
+        module_states = execution_order.order
+        # The outermost module's units are kept whatever the budget, and so are those where forward turns. Keeping an
+        # embedding would save no gather.
+        kept = (module_states[0], execution_order.turning)
+        order = [
+            unit
+            for module_state in module_states
+            if module_state not in kept and module_state.reads_in_backward
+            for unit in module_state.units
+        ]
         index = {unit: position for position, unit in enumerate(units)}
         # Ranks may hold parts of different sizes, and have to keep the same units.
         footprints = [self._meter.footprint(unit.gathered_nbytes) for unit in units]

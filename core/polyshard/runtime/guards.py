@@ -9,6 +9,7 @@ parameters. State keeps the names of when the model was sharded, so it refuses m
 another parameter's.
 
 ``refuse_escape``: an output that lies in memory of a unit. ``refuse_moved_views``: a parameter that got other memory.
+The others: backwards whose gradients nobody would reduce, or of other values than the parameters'.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -314,4 +315,59 @@ def gradients_without_graph(name: str, rank: int) -> StateError:
         f"backward(create_graph=True) reached '{name}' on rank {rank}: gradients of sharded parameters are reduced, "
         "and have no graph. Differentiate by torch.autograd.grad(outputs, inputs, create_graph=True), and call "
         "backward() on what you compute of that."
+    )
+
+
+def refuse_unseen_gradients(root: Root) -> None:
+    """Raise for gradients of a backward that passed no output of the last forward: nobody reduced them.
+
+    Looks where no other backward came since. The gradients are dropped. Those that wait for a later reduction may
+    be of an earlier forward: schedules of pipelines compute gradients of weights behind those of activations.
+
+    Raises StateError: naming a unit.
+    """
+    looks = root.unfollowed and root.synchronises
+    pending = [unit for unit in root.units if unit.module_state.synchronises and unit.pending] if looks else ()
+    root.unfollowed = False
+    for unit in pending:
+        unit.discard_gradients()
+    if pending:
+        raise StateError(
+            f"A backward gave '{pending[0].name}' and {len(pending) - 1} other units gradients without passing an "
+            f"output of the model (rank {root.rank}), so nobody reduced them. Return what is differentiated from "
+            "the model's forward."
+        )
+
+
+def refuse_replaced(root: Root) -> None:
+    """Raise StateError for a backward where masters hold other values than the trained ones."""
+    if root.replaced is not None:
+        context, values = root.replaced
+        raise StateError(
+            f"A backward inside of {context} would give the parameters gradients of their {values} (rank "
+            f"{root.rank}). Train outside of it; torch.autograd.grad of inputs is served."
+        )
+
+
+def refuse_released(root: Root) -> None:
+    """Raise StateError where gradients of inputs come first, and those of weights that are not there later."""
+    if torch.is_grad_enabled() or _torch_private.may_recompute_reentrantly():
+        return
+    for module_state in root.module_states:
+        waits = module_state.awaits_backward and not (module_state.synchronises or module_state.releases_after_backward)
+        if waits and any(unit.trainable and unit.state is not UnitState.UNSHARDED for unit in module_state.units):
+            raise StateError(
+                f"A backward computes gradients of inputs alone, as schedules of pipelines do before those of "
+                f"weights, and '{module_state.label}' was released after its forward (rank {root.rank}): its "
+                "weights would get none. Give it reshard_after_forward=False, or another schedule."
+            )
+
+
+def refuse_outdated(root: Root) -> NoReturn:
+    """Raise StateError: what is gathered has the values from before a step inside of this forward."""
+    label = "(root)" if root.active is None else root.active.label
+    raise StateError(
+        f"A backward came behind an optimizer's step inside of one forward of '{label}' (rank "
+        f"{root.rank}): what is gathered there has the values from before the step. Let each step be a call of its "
+        "own: name the method that makes one step with polyshard.register_forward_method, and not a loop over them."
     )

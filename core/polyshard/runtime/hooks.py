@@ -37,10 +37,10 @@ from ..errors import ParameterMovedError, StateError, UnshardedUseError, Unsuppo
 from ..interfaces import UnitEvent, UnitOperation
 from ..nested import CopiedContainers, distinct_tensors
 from .activation_checkpoint import Checkpointed, Region, Running, may_have_backward, running
+from .backward import BackwardAction, ForwardRecord, Point
 from .boundary import Hook, adopt_in_place, exchanged, pass_through, pass_through_in, watch_output
 from .guards import gradients_without_graph, refuse_escape, refuse_moved_views
 from .module_state import ModuleState, show_whole, unshard_ahead
-from .order import BackwardAction, ForwardRecord, Point
 from .root import Root
 from .states import BackwardState, Phase, Reshard
 from .unit import gradient_of
@@ -241,7 +241,7 @@ class ForwardHooks:
         # Also where no gradient comes of it: what it gathers is released when the backward ends.
         root.enter_backward()
         if again is None:
-            root.accumulate_reentrantly()
+            root.backward.accumulate_reentrantly()
             if records:
                 module_state.forward_record, module_state.enters_first, module_state.post_backward_at = (
                     None,
@@ -251,7 +251,9 @@ class ForwardHooks:
             return False
         region = again.region
         assert region.forward_record is not None
-        comes_first = root.arrive(region.forward_record, module_state.point_in(BackwardAction.RECOMPUTE, region.number))
+        comes_first = root.backward.arrive(
+            region.forward_record, module_state.point_in(BackwardAction.RECOMPUTE, region.number)
+        )
         if records and region.reentrant:
             module_state.enters_first = module_state not in again.entered
             again.entered.add(module_state)
@@ -455,7 +457,7 @@ def pre_backward(
     root = module_state.root
     root.enter_backward()
     again = torch.is_grad_enabled()
-    if again and root.accumulates:
+    if again and root.backward.accumulates:
         raise gradients_without_graph(module_state.label, module_state.rank)
     prefetches = True
     if forward_record is None:
@@ -466,7 +468,7 @@ def pre_backward(
         prefetches = False
     else:
         # Done already, on the way to an inner module that returned the same tensor: prefetches are on their way.
-        prefetches = root.arrive(forward_record, module_state.exit)
+        prefetches = root.backward.arrive(forward_record, module_state.exit)
     module_state.pre_backward(prefetches=prefetches)
     if not again:
         return None
@@ -500,7 +502,10 @@ def post_backward(
         return None
     if module_state.backward_state is not BackwardState.PRE_BACKWARD:
         module_state.refuse_unseen_backward()
-    if root.arrive(forward_record, post_backward_at) or module_state.backward_state is BackwardState.PRE_BACKWARD:
+    if (
+        root.backward.arrive(forward_record, post_backward_at)
+        or module_state.backward_state is BackwardState.PRE_BACKWARD
+    ):
         module_state.post_backward()
     return partial(pre_backward_again, module_state) if torch.is_grad_enabled() else None
 

@@ -18,7 +18,8 @@ from ..interfaces import InputCast, OutputCast, UnitEvent, UnitOperation
 from ..planning.groups import UnitRanks
 from ..planning.plan import ManagedParameter, modules_called, names_behind
 from .activation_checkpoint import may_have_backward
-from .order import BackwardAction, ExecutionOrder, ForwardRecord, Point
+from .backward import BackwardAction, ForwardRecord, Point
+from .order import ExecutionOrder
 from .reduce import Contribution
 from .states import BackwardState, Fresh, Reshard, UnitState
 from .unit import Unit, unshard_due, unshard_together
@@ -267,11 +268,11 @@ class ModuleState:
             elif not (self.entered or self.differentiated_again):
                 unit.reshard()
             if arrived:
-                root.accumulates = True
-            elif synchronises and root.accumulates and self._waits(unit):
+                root.backward.accumulates = True
+            elif synchronises and root.backward.accumulates and self._waits(unit):
                 # Earlier microbatches left gradients that nothing else would reduce.
                 pass
-            elif not (unit.trainable and joins and root.accumulates) or unit.ranks.alone:
+            elif not (unit.trainable and joins and root.backward.accumulates) or unit.ranks.alone:
                 # Not part of this step, or autograd.grad, which accumulates nowhere: no rank has anything to reduce.
                 continue
             its = unit.gradients
@@ -307,7 +308,7 @@ class ModuleState:
         root = self.root
         if self.backward_state is BackwardState.PRE_BACKWARD:
             return True
-        reduces = root.synchronises and self.synchronises and root.accumulates
+        reduces = root.synchronises and self.synchronises and root.backward.accumulates
         for unit in self.units:
             if unit.trainable and unit.pending:
                 return True

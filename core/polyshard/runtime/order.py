@@ -1,28 +1,18 @@
-"""In which order modules are gathered and reduced: recorded in forwards, so that all ranks issue collectives alike.
+"""In which order modules are gathered: recorded in forwards, so that all ranks issue collectives alike.
 
-``ExecutionOrder`` answers which modules to prefetch. ``BackwardOrder`` says what a backward does, and in which order.
-Both follow from recorded order and sizes alone, never from timing. Batches are planned in ``planning/launches.py``.
+``ExecutionOrder`` answers which modules to prefetch, from recorded order and sizes alone, never from timing. Batches
+are planned in ``planning/launches.py``.
 
 [Note: routes]
 Not every forward takes the same way: an encoder and a decoder are called in turns, blocks of a mixture change places,
 an evaluation skips one. The last few recorded orders are kept. A forward is expected to take the order that last
 followed the order before it, so that orders in turns are foreseen from their first module. Where it departs, it follows
 another order that begins with the modules entered so far.
-
-[Note: backward order]
-Which modules a backward reaches differs between ranks, since each may use other outputs of one forward. Its collectives
-may not: one that a rank issues in another place meets another collective there. So a forward records where it entered
-and left each module, and a backward follows that record from its end. Wherever autograd arrives, the backward first
-does everything that the record has before that point; what is left is done when autograd has ended. Autograd runs ready
-nodes in the reverse order of creation, so a rank that uses every output arrives in the record's order anyway, and
-nothing is done early.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from ..planning import thresholds
@@ -219,132 +209,3 @@ def _turning(module_states: Sequence[S]) -> S | None:
         return None
     first, last = module_states[0], module_states[-1]
     return last if last.is_split or not first.launch_nbytes else None
-
-
-T = TypeVar("T")
-
-
-class BackwardAction(enum.Enum):
-    """What a backward does at a point of its order."""
-
-    PRE_BACKWARD = "pre-backward"
-    """Where the forward left the module: gather its parameters."""
-    POST_BACKWARD = "post-backward"
-    """Where the forward first entered the module: release its parameters, and reduce its gradients."""
-    RECOMPUTE = "recompute"
-    """Where a checkpoint entered the module: gather all that the checkpoint computes again."""
-
-
-@dataclass(eq=False, slots=True)
-class Point(Generic[T]):
-    """One action at one module. A module keeps its points for good: records are compared by identity, at C speed."""
-
-    module_state: T
-    action: BackwardAction
-    checkpoint: int = 0
-    """The number of the checkpoint in that forward; 0 for the forward itself."""
-
-
-@dataclass(eq=False, slots=True)
-class ForwardRecord(Generic[T]):
-    """Where one outermost forward entered and left modules with gradients on."""
-
-    outermost: object
-    """The module state whose forward it is."""
-    module: object = None
-    """The module that was called: one of several where that module state groups them."""
-    records: bool = False
-    """Whether it began with gradients on."""
-    points: list[Point[T]] = field(default_factory=list)
-    """In the order of the forward."""
-    followed: bool = False
-    """Whether a backward that accumulates has followed it."""
-    checkpoints: int = 0
-    """How many checkpoints entered a module."""
-    reentrant: bool = False
-    """Whether any of them was re-entrant."""
-
-
-class BackwardOrder(Generic[T]):
-    """The order of one backward, along the records of the forwards that it goes through, and how far it has come."""
-
-    def __init__(self) -> None:
-        #: The record that this backward follows; None before the first.
-        self.record: ForwardRecord[T] | None = None
-        # Records that this backward is done with.
-        self._left: set[ForwardRecord[T]] = set()
-        self._order: list[Point[T]] = []
-        self._index: dict[Point[T], int] = {}
-        self._recomputed: set[T] = set()
-        self._done = 0
-        # The points that ``_order`` was made of: steps repeat.
-        self._ordered: list[Point[T]] = []
-
-    def left(self, forward_record: ForwardRecord[T]) -> bool:
-        """Whether this backward is done with ``forward_record``, and follows another one."""
-        return forward_record in self._left
-
-    def begin(self, forward_record: ForwardRecord[T]) -> None:
-        """Follow ``forward_record`` from its end. ``rest`` of the record before must have been done."""
-        if self.record is not None:
-            self._left.add(self.record)
-        self.record = forward_record
-        self._done = 0
-        if self._ordered != forward_record.points:
-            self._ordered = list(forward_record.points)
-            self._order = backward_order(self._ordered)
-            self._index = {point: index for index, point in enumerate(self._order)}
-            self._recomputed = {point.module_state for point in self._order if point.action is BackwardAction.RECOMPUTE}
-
-    def until(self, forward_record: ForwardRecord[T], point: Point[T]) -> Sequence[Point[T]] | None:
-        """The points to do before ``point``, which counts as done from now on; None where it was done already."""
-        index = self._index.get(point, -1)
-        if forward_record is not self.record or index < self._done:
-            return None
-        before = self._order[self._done : index]
-        self._done = index + 1
-        return before
-
-    def rest(self) -> Sequence[Point[T]]:
-        """The points that are left; they count as done from now on."""
-        if self.record is None:
-            return ()
-        left = self._order[self._done :]
-        self._done = len(self._order)
-        return left
-
-    def recomputes(self, module_state: T) -> bool:
-        """Whether a checkpoint entered ``module_state``."""
-        return module_state in self._recomputed
-
-    def end(self) -> None:
-        """The backward has ended."""
-        self.record = None
-        self._left.clear()
-
-
-def backward_order(points: Sequence[Point[T]]) -> list[Point[T]]:
-    """``points`` from the last to the first, each once.
-
-    A module that was entered several times is gathered for the last entry, and reduced at the first, where all of its
-    gradients are there. Modules that a checkpoint entered are gathered in the order of the forward, before any of them
-    is reduced.
-    """
-    kept: list[Point[T]] = []
-    entered: set[Point[T]] = set()
-    recomputed: dict[int, list[Point[T]]] = {}
-    for point in points:
-        if point.action is BackwardAction.POST_BACKWARD:
-            if point in entered:
-                continue
-            entered.add(point)
-        elif point.action is BackwardAction.RECOMPUTE:
-            recomputed.setdefault(point.checkpoint, []).append(point)
-        kept.append(point)
-    order: dict[Point[T], None] = {}
-    for point in reversed(kept):
-        if point.action is BackwardAction.RECOMPUTE:
-            order.update(dict.fromkeys(recomputed.pop(point.checkpoint, ())))
-        else:
-            order.setdefault(point)
-    return list(order)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,11 +17,20 @@ from .. import _torch_private
 from ..errors import PolyshardError, RankMismatchError, StateError, UnshardedUseError
 from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
+from .backward import BackwardPass, ForwardRecord
 from .backward_step import BackwardStep
 from .budget import Budget
-from .guards import RegistrationGuard, refuse_differentiable_gradients, refuse_escape
+from .guards import (
+    RegistrationGuard,
+    refuse_differentiable_gradients,
+    refuse_escape,
+    refuse_outdated,
+    refuse_released,
+    refuse_replaced,
+    refuse_unseen_gradients,
+)
 from .module_state import ModuleState, ModuleUse
-from .order import BackwardAction, BackwardOrder, ExecutionOrder, ForwardRecord, Point
+from .order import ExecutionOrder
 from .peers import Audit, Peers, refuse_different_batches
 from .recorder import Recorder, Watch
 from .reduce import Reducer
@@ -100,8 +109,6 @@ class Root:
         self.awaits_optimizer = False
         #: Whether an optimizer of torch's has stepped over the model, which is told of each step then.
         self.stepped = False
-        #: Whether the backward that runs adds to gradients: ``autograd.grad`` does not.
-        self.accumulates = False
         # Whether every rank's backward that begins now does, whatever its graph reaches.
         self._named = False
         self.check_ranks = check_ranks
@@ -131,17 +138,15 @@ class Root:
         self.last_backward = True
         # Whether one ended without.
         self._unfinished = False
-        # Whether no backward came behind the forward that ended last, and had gradients on.
-        self._unfollowed = False
+        #: Whether no backward came behind the forward that ended last, and had gradients on.
+        self.unfollowed = False
         #: Whether a flat parameter's gradient may have zeros in the place of missing ones: ``Gradients.unfilled``.
         self.unfilled = False
         # Gives None once the backward that was entered last cannot end any more.
         self._backward_may_end: Callable[[], object] = lambda: None
         self._when_given_up = partial(_tell_failed_backward, weakref.ref(self))
-        self._backward_order: BackwardOrder[ModuleState] = BackwardOrder()
-        # Since the last backward, the last record of each inner module that was called by itself with gradients on.
-        self._apart: dict[object, ForwardRecord[ModuleState]] = {}
-        self._followed = False
+        #: The backward that runs.
+        self.backward: BackwardPass[ModuleState] = BackwardPass(self.units)
         #: Whether an optimizer changed parameters inside of the forward that began last.
         self.outdated = False
         #: Finds modules and parameters that came into the model later; None where nobody looks.
@@ -212,14 +217,6 @@ class Root:
                 "it, or end it by its close(), on every rank."
             )
 
-    def _refuse_replaced(self) -> None:
-        if self.replaced is not None:
-            context, values = self.replaced
-            raise StateError(
-                f"A backward inside of {context} would give the parameters gradients of their {values} (rank "
-                f"{self.rank}). Train outside of it; torch.autograd.grad of inputs is served."
-            )
-
     @contextmanager
     def meeting(self, operation: str, groups: Iterable[Collectives | None], told: str = "") -> Iterator[None]:
         """Communications between steps, in ``groups``, which are announced where that is done.
@@ -278,7 +275,7 @@ class Root:
             self.end_audit()
         if self.backward_step is not None:
             self.backward_step.before_use("A forward")
-        self.refuse_unseen_gradients()
+        refuse_unseen_gradients(self)
         self.adopt_changes()
         for unit in self.units:
             if not unit.prepared:
@@ -286,7 +283,7 @@ class Root:
             unit.expire()
         self.phase = Phase.FORWARD
         self._thread = threading.get_ident()
-        self.outdated = self._unfollowed = False
+        self.outdated = self.unfollowed = False
         self.active = outermost
         self.forward_record = ForwardRecord(outermost, module, torch.is_grad_enabled())
         for unit in self.units:
@@ -358,15 +355,15 @@ class Root:
     def end_forward(self, output: object) -> None:
         """The outermost forward ended, and returns ``output``, which may not lie in memory of a unit."""
         try:
-            self.refuse_escape(output)
+            refuse_escape(self.units, output, "")
         except UnshardedUseError:
             self.abandon()
             raise
         if self.active is not self.module_states[0]:
-            self._keep_apart(self.forward_record)
+            self.backward.keep_apart(self.forward_record)
         self.active = None
         self.phase = Phase.IDLE
-        self._unfollowed = torch.is_grad_enabled()
+        self.unfollowed = torch.is_grad_enabled()
         self.execution_order.end_forward()
         if self.audit is not None:
             self.audit.done = True
@@ -385,10 +382,6 @@ class Root:
             self._ever_shared.update(module_states)
             self.begin_audit()
 
-    def refuse_escape(self, output: object) -> None:
-        """Raise UnshardedUseError if ``output`` lies in memory of a unit."""
-        refuse_escape(self.units, output, "")
-
     def enter_backward(self) -> None:
         """A gradient reached one of the outputs."""
         if self.phase is Phase.BACKWARD:
@@ -400,69 +393,21 @@ class Root:
             self.refuse_open_stream("A backward")
         self.refuse_ended("A backward")
         if self.outdated and self.active is not None:
-            self._refuse_outdated()
+            refuse_outdated(self)
         self.phase = Phase.BACKWARD
-        self._unfollowed = False
-        self.reduces_once = self.last_backward and (self._followed or not self._apart)
-        self.accumulates = self._named or any(
+        self.unfollowed = False
+        self.reduces_once = self.last_backward and self.backward.reduces_once
+        self.backward.accumulates = self._named or any(
             leaf.requires_grad and _torch_private.will_accumulate(leaf)
             for module_state in reversed(self.module_states)
             for unit in module_state.units
             for leaf in unit.leaves
         )
-        if self.accumulates:
-            self._refuse_replaced()
+        if self.backward.accumulates:
+            refuse_replaced(self)
         elif not self.last_backward:
-            self._refuse_released()
+            refuse_released(self)
         self._backward_may_end = _torch_private.queue_after_backward(self.end_backward, self._when_given_up)
-
-    def accumulate_reentrantly(self) -> None:
-        """Note that a re-entrant checkpoint is on the way, whose parameters are in a graph of its own."""
-        if not self.accumulates and _torch_private.may_recompute_reentrantly():
-            self.accumulates = any(unit.trainable for unit in self.units)
-
-    def _refuse_released(self) -> None:
-        """Raise StateError where gradients of inputs come first, and those of weights that are not there later."""
-        if torch.is_grad_enabled() or _torch_private.may_recompute_reentrantly():
-            return
-        for module_state in self.module_states:
-            waits = module_state.awaits_backward and not (
-                module_state.synchronises or module_state.releases_after_backward
-            )
-            if waits and any(unit.trainable and unit.state is not UnitState.UNSHARDED for unit in module_state.units):
-                raise StateError(
-                    f"A backward computes gradients of inputs alone, as schedules of pipelines do before those of "
-                    f"weights, and '{module_state.label}' was released after its forward (rank {self.rank}): its "
-                    "weights would get none. Give it reshard_after_forward=False, or another schedule."
-                )
-
-    def _refuse_outdated(self) -> NoReturn:
-        label = "(root)" if self.active is None else self.active.label
-        raise StateError(
-            f"A backward came behind an optimizer's step inside of one forward of '{label}' (rank "
-            f"{self.rank}): what is gathered there has the values from before the step. Let each step be a call of its "
-            "own: name the method that makes one step with polyshard.register_forward_method, and not a loop over them."
-        )
-
-    def refuse_unseen_gradients(self) -> None:
-        """Raise for gradients of a backward that passed no output of the last forward: nobody reduced them.
-
-        Looks where no other backward came since. The gradients are dropped. Those that wait for a later reduction may
-        be of an earlier forward: schedules of pipelines compute gradients of weights behind those of activations.
-
-        Raises StateError: naming a unit.
-        """
-        looks = self._unfollowed and self.synchronises
-        pending = [unit for unit in self.units if unit.module_state.synchronises and unit.pending] if looks else ()
-        self._unfollowed = False
-        for unit in pending:
-            unit.discard_gradients()
-        if pending:
-            raise StateError(
-                f"A backward gave '{pending[0].name}' and {len(pending) - 1} other units gradients without passing an "
-                f"output of the model (rank {self.rank}), so nobody reduced them. Return what is differentiated from "
-                "the model's forward."
-            )
 
     def end_inner_backward(self) -> None:
         """Reduce gradients of backwards that ended inside of the forward that runs in this thread, if one does.
@@ -478,9 +423,9 @@ class Root:
         if not pending:
             return
         try:
-            self._refuse_replaced()
+            refuse_replaced(self)
             if self.outdated:
-                self._refuse_outdated()
+                refuse_outdated(self)
             for unit in pending:
                 refuse_differentiable_gradients(unit)
         except StateError:
@@ -492,8 +437,8 @@ class Root:
     def _follow_last_forward(self) -> None:
         """A backward that came through no output, as other ranks' does that followed the last forward's record."""
         self.phase = Phase.BACKWARD
-        self.accumulates = True
-        self._backward_order.begin(self.forward_record)
+        self.backward.accumulates = True
+        self.backward.begin(self.forward_record)
         self.forward_record.followed = True
         self.end_backward()
 
@@ -509,84 +454,9 @@ class Root:
         if self._backward_may_end is before and self.phase is Phase.IDLE and self.forward_record.records:
             self._follow_last_forward()
 
-    def arrive(self, forward_record: ForwardRecord[ModuleState], point: Point[ModuleState]) -> bool:
-        """Do everything that the backward order has before ``point``, whichever outputs this rank used.
-
-        So every rank gathers and reduces in one order. Where the backward leaves one forward for an earlier one, it
-        goes through the forwards in between too, whose outputs this rank did not use.
-
-        Returns:
-            Whether ``point`` is new: False where the backward did it already, or is on another forward.
-        """
-        backward_order = self._backward_order
-        if forward_record is not backward_order.record and not backward_order.left(forward_record):
-            self._follow(backward_order.rest())
-            if backward_order.record is not None:
-                self._turn()
-            for between in self._behind(forward_record):
-                self._go_through(between)
-            backward_order.begin(forward_record)
-            if forward_record.reentrant:
-                self.accumulate_reentrantly()
-            forward_record.followed |= self.accumulates
-        before = backward_order.until(forward_record, point)
-        if before is None:
-            return False
-        if before:
-            self._follow(before)
-        if point.action is BackwardAction.POST_BACKWARD:
-            point.module_state.joins_reduction = self.accumulates
-        return True
-
-    def _turn(self) -> None:
-        """A backward leaves one forward, and goes on with an earlier one. For subclasses."""
-
-    def _behind(self, forward_record: ForwardRecord[ModuleState]) -> list[ForwardRecord[ModuleState]]:
-        """Forwards of inner modules that were called after ``forward_record``, and not followed yet; latest first."""
-        found: list[ForwardRecord[ModuleState]] = []
-        if self.accumulates and forward_record in self._apart.values():
-            for other in reversed(self._apart.values()):
-                if other is forward_record:
-                    break
-                if not other.followed:
-                    found.append(other)
-        return found
-
-    def _go_through(self, forward_record: ForwardRecord[ModuleState]) -> None:
-        forward_record.followed = True
-        self._backward_order.begin(forward_record)
-        self._follow(self._backward_order.rest())
-
-    def _follow(self, points: Sequence[Point[ModuleState]]) -> None:
-        """Take part in the gathers and reductions at ``points``, which other ranks' backwards may come through."""
-        for point in points:
-            module_state = point.module_state
-            if point.action is BackwardAction.POST_BACKWARD:
-                module_state.joins_reduction = self.accumulates
-                module_state.recomputed = self._backward_order.recomputes(module_state)
-                module_state.late_post_backward()
-            elif point.action is BackwardAction.RECOMPUTE:
-                module_state.unshard()
-            else:
-                module_state.gather_for_others()
-
-    def _keep_apart(self, forward_record: ForwardRecord[ModuleState]) -> None:
-        if forward_record.points:
-            if self._followed:
-                self._apart.clear()
-                self._followed = False
-            # Behind those that came before.
-            self._apart.pop(forward_record.module, None)
-            self._apart[forward_record.module] = forward_record
-
     def end_backward(self) -> None:
         """All gradients of this backward have been accumulated."""
-        self._follow(self._backward_order.rest())
-        if self.accumulates:
-            for forward_record in [each for each in reversed(self._apart.values()) if not each.followed]:
-                self._go_through(forward_record)
-            self._followed = True
-        self._backward_order.end()
+        self.backward.end()
         # In one order on all ranks, whichever of them had gradients.
         for module_state in reversed(self.module_states):
             if module_state.lacks_post_backward():
@@ -613,7 +483,7 @@ class Root:
         self.leave_failed_backward()
         self.refuse_ended("A reduction")
         self.phase = Phase.BACKWARD
-        self.accumulates = True
+        self.backward.accumulates = True
         self.end_backward()
 
     def finish_backward(self) -> None:
@@ -656,26 +526,16 @@ class Root:
             unit.outdate()
 
     def _decide_budget(self) -> None:
-        decides = self.last_backward and self.synchronises and self.accumulates
+        decides = self.last_backward and self.synchronises and self.backward.accumulates
         if self.budget is not None and self.active is None and decides:
-            module_states = self.execution_order.order
-            # The outermost module's units are kept whatever the budget, and so are those where forward turns. Keeping
-            # an embedding would save no gather.
-            kept = (module_states[0], self.execution_order.turning)
-            order = [
-                u
-                for module_state in module_states
-                if module_state not in kept and module_state.reads_in_backward
-                for u in module_state.units
-            ]
-            decided = self.budget.decide(self.units, order, self.collectives)
+            decided = self.budget.decide(self.units, self.execution_order, self.collectives)
             self.budget_reason = self.budget.reason
             if decided:
                 self.budget = None
 
     def _counted_parameters(self) -> UsedParameters | None:
         """Tells parameters that no rank used from those with a zero gradient; None where nothing is reduced."""
-        if not ((self.synchronises and self.accumulates) or self._unfinished):
+        if not ((self.synchronises and self.backward.accumulates) or self._unfinished):
             return None
         if not any(map(_reduced, self.units)) and not all(
             each.synchronises and each.all_reduces for each in self.module_states
@@ -696,7 +556,7 @@ class Root:
         self._unfinished = self.reduces_once = False
         self.phase = Phase.IDLE if self.recorder.failure is None else Phase.FAILED
         self.execution_order.end_backward()
-        self._backward_order.end()
+        self.backward.give_up()
         self.reducer.forget()
         self.streams.give_up()
         if self.backward_step is not None and self.recorder.failure is None:

@@ -433,7 +433,7 @@ class Unit(ABC):
         """Where the gradient of view ``index`` may be written in the backward that runs; None for memory of its own."""
         root = self.root
         if (
-            not (root.synchronises and self.module_state.synchronises and root.accumulates)
+            not (root.synchronises and self.module_state.synchronises and root.backward.accumulates)
             or self.buffer is not self._training_buffer
             or self.leaves[index].grad is not None
         ):
