@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from polyshard.errors import DeviceError
 from polyshard.interfaces import Collectives, Group, PluginContext, RankAndSize
+from typing_extensions import override
 
 from .places import Place, obstacle, unasked_obstacle
 from .process_group import group_backend, resolve_group
@@ -41,9 +42,11 @@ class ChosenCollectives(SymmetricCollectives):
     def __init__(self, context: PluginContext) -> None:
         super().__init__(context, smallest_mib=SMALLEST_COPIED_MIB)
 
+    @override
     def _obstacle(self, places: list[Place]) -> str:
         return obstacle(places) or unasked_obstacle(places, tuple(dist.get_process_group_ranks(self.process_group)))
 
+    @override
     def _give_up(self, problem: str) -> None:
         self._problem = problem
 

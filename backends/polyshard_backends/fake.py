@@ -18,6 +18,7 @@ from polyshard.interfaces import (
     ReduceOp,
     Work,
 )
+from typing_extensions import override
 
 from . import _torch_private
 from .tensors import REDUCIBLE_DTYPES, check_blocks, check_source, own_group
@@ -121,24 +122,30 @@ class FakeCollectives(Collectives):
         """Number of operations in each ``reduce_scatter_many``, oldest first."""
 
     @property
+    @override
     def capabilities(self) -> CollectivesCapabilities:
         return self._capabilities
 
     @property
+    @override
     def rank(self) -> int:
         return self._rank
 
     @property
+    @override
     def world_size(self) -> int:
         return self._world_size
 
     @property
+    @override
     def device(self) -> torch.device:
         return self._context.device
 
+    @override
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         return self._gather(((out, shard),))
 
+    @override
     def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
         self.batches.append(len(pairs))
         return self._gather(pairs)
@@ -174,6 +181,7 @@ class FakeCollectives(Collectives):
         self.record(calls)
         return _StreamWork() if self._stream_ordered else COMPLETED
 
+    @override
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
@@ -184,12 +192,14 @@ class FakeCollectives(Collectives):
         self.record([FakeCall("reduce_scatter", full.numel(), full.dtype, full.numel() - out.numel())])
         return _StreamWork() if self._stream_ordered else COMPLETED
 
+    @override
     def reduce_scatter_many(
         self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
     ) -> Work:
         self.reduction_batches.append(len(triples))
         return super().reduce_scatter_many(triples, op=op)
 
+    @override
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         numel, world_size = tensor.numel(), self._world_size
         if op is ReduceOp.SUM and world_size > 1 and self._has_values:
@@ -197,12 +207,14 @@ class FakeCollectives(Collectives):
         self.record([FakeCall("all_reduce", numel, tensor.dtype, 2 * (world_size - 1) * numel // world_size)])
         return _StreamWork() if self._stream_ordered else COMPLETED
 
+    @override
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         check_source(src, self._rank, self._world_size)
         receivers = self._world_size - 1 if src == self._rank else 0
         self.record([FakeCall("broadcast", tensor.numel(), tensor.dtype, receivers * tensor.numel())])
         return COMPLETED
 
+    @override
     def all_to_all(
         self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
     ) -> Work:
@@ -218,12 +230,15 @@ class FakeCollectives(Collectives):
         self.record([FakeCall("all_to_all", input.numel(), input.dtype, input.numel() - n)])
         return _StreamWork() if self._stream_ordered else COMPLETED
 
+    @override
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [obj] * self._world_size
 
+    @override
     def barrier(self) -> None:
         return None
 
+    @override
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> FakeCollectives:
         members = own_group(rank_lists, self._rank, self._world_size)
         return FakeCollectives(self._context, rank=members.index(self._rank), world_size=len(members))

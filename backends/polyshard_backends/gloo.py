@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from polyshard.errors import RankMismatchError, different_calls
 from polyshard.interfaces import CollectivesCapabilities, ReduceOp, Work
+from typing_extensions import override
 
 from .process_group import ProcessGroupCollectives
 from .tensors import (
@@ -102,11 +103,13 @@ class GlooCollectives(ProcessGroupCollectives):
     device_type = "cpu"
     separate_reductions = False
 
+    @override
     def announce(self, what: str) -> None:
         mine = zlib.crc32(what.encode())
         if any(each != mine for each in self._heads(mine)):
             raise self._refusal(what)
 
+    @override
     def _lengths(self, mine: int) -> list[int]:
         heads = self._heads(_OBJECT | mine)
         if not all(each & _OBJECT for each in heads):
@@ -128,10 +131,12 @@ class GlooCollectives(ProcessGroupCollectives):
         texts = [row.numpy().tobytes().decode(errors="replace") for row in everyone.view(self._world_size, -1)]
         return different_calls(self._rank, [text.rstrip() for text in texts])
 
+    @override
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         check_gather(out, shard, self._rank, self._world_size)
         return self._issue("all_gather", self._all_gather, as_bytes(out), as_bytes(shard))
 
+    @override
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
@@ -145,6 +150,7 @@ class GlooCollectives(ProcessGroupCollectives):
 
         return self._issue("reduce_scatter", dist.all_to_all_single, as_bytes(received), as_bytes(full), finish=finish)
 
+    @override
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         check_contiguous("all_reduce", tensor, self._rank)
         # Summed in fp32: fp16 overflows in a sum that its mean would fit.
@@ -162,11 +168,13 @@ class GlooCollectives(ProcessGroupCollectives):
 
         return self._issue("all_reduce", dist.all_reduce, total, op=torch_op(summed), finish=finish)
 
+    @override
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         source = self._root_of(src)
         check_contiguous("broadcast", tensor, self._rank)
         return self._issue("broadcast", dist.broadcast, as_bytes(tensor), src=source)
 
+    @override
     def all_to_all(
         self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
     ) -> Work:
@@ -182,6 +190,7 @@ class GlooCollectives(ProcessGroupCollectives):
             input_split_sizes=sent_splits,
         )
 
+    @override
     def barrier(self) -> None:
         self._issue("barrier", dist.barrier).wait()
 

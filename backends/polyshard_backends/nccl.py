@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from polyshard.errors import ConfigError, warn_once
 from polyshard.interfaces import BufferRole, CollectivesCapabilities, PluginContext, ReduceOp, Work
+from typing_extensions import override
 
 from . import _torch_private
 from .process_group import ProcessGroupCollectives, SharedGroups
@@ -143,6 +144,7 @@ class NcclCollectives(ProcessGroupCollectives):
         self._smallest_registered: int | None = smallest_mib * MIB if registered else None
         self.separate_reductions = communicators == 2
 
+    @override
     def _enter(self, context: PluginContext, given: dist.ProcessGroup) -> None:
         super()._enter(context, given)
         self._smallest_registered = None
@@ -152,11 +154,13 @@ class NcclCollectives(ProcessGroupCollectives):
         self._mean_of_rows: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self._device_index: int | None = self.device.index
 
+    @override
     def _enter_part(self, whole: NcclCollectives, shared: SharedGroups) -> None:
         super()._enter_part(whole, shared)
         self._smallest_registered = whole._smallest_registered
         self.separate_reductions = whole.separate_reductions
 
+    @override
     def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
         smallest = self._smallest_registered
         if smallest is None or nbytes < smallest or role is not BufferRole.GATHER:
@@ -167,6 +171,7 @@ class NcclCollectives(ProcessGroupCollectives):
             return scope if scope is not None and scope.has_room(nbytes) else _USUAL_MEMORY
         return scope or self._make_scope()
 
+    @override
     def prepare_capture(self, stream: torch.cuda.Stream, like: torch.cuda.Stream) -> None:
         # NCCL registers what a graph's operations read and write. With that, replays of gathers and reductions of 32
         # bits over large buffers hang (2.28.9, two H200s; one communicator or two); without it they take as long. NCCL
@@ -187,6 +192,7 @@ class NcclCollectives(ProcessGroupCollectives):
         self._scope = SharedScope(pool, self._device_number())
         return self._scope
 
+    @override
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         channel = self._gather_channel or self._open_gathers()
         # The transport checks sizes and dtypes before it sends anything; our checks name what was wrong.
@@ -200,6 +206,7 @@ class NcclCollectives(ProcessGroupCollectives):
             raise self._translated(error, "all_gather") from error
         return StreamWork(self._device_index)
 
+    @override
     def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
         channel = self._gather_channel or self._open_gathers()
         # Unlike those of single gathers, sizes and dtypes are not checked by the transport.
@@ -214,6 +221,7 @@ class NcclCollectives(ProcessGroupCollectives):
             raise self._translated(error, "all_gather") from error
         return StreamWork(self._device_index)
 
+    @override
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
@@ -247,6 +255,7 @@ class NcclCollectives(ProcessGroupCollectives):
         else:
             reduce_rows(out, rows, op)
 
+    @override
     def reduce_scatter_many(
         self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
     ) -> Work:
@@ -284,9 +293,11 @@ class NcclCollectives(ProcessGroupCollectives):
             sources.append(full if known else full.view(torch.uint8))
         channel.all_to_all_many(outs, sources)
 
+    @override
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         return 0 if wire_dtype is out_dtype else numel * wire_dtype.itemsize
 
+    @override
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         channel = self._reduction_channel or self._open_reductions()
         try:
@@ -295,6 +306,7 @@ class NcclCollectives(ProcessGroupCollectives):
             raise self._translated(error, "all_reduce") from error
         return StreamWork(self._device_index)
 
+    @override
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         source = self._root_of(src)
         try:
@@ -304,6 +316,7 @@ class NcclCollectives(ProcessGroupCollectives):
             raise self._translated(error, "broadcast") from error
         return StreamWork(self._device_index)
 
+    @override
     def all_to_all(
         self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
     ) -> Work:
@@ -318,6 +331,7 @@ class NcclCollectives(ProcessGroupCollectives):
             raise self._translated(error, "all_to_all") from error
         return StreamWork(self._device_index)
 
+    @override
     def barrier(self) -> None:
         try:
             dist.barrier(group=self.gather_group(), device_ids=[self._device_number()])
@@ -339,6 +353,7 @@ class NcclCollectives(ProcessGroupCollectives):
     def _warn(self, text: str) -> None:
         warn_once(f"collectives {self._context.name!r}: {text}", rank=self._rank)
 
+    @override
     def close(self) -> None:
         self._scope = None
         self._gather_channel = self._reduction_channel = None

@@ -21,6 +21,7 @@ from polyshard.errors import (
     warn_once,
 )
 from polyshard.interfaces import BufferRole, Collectives, PluginContext
+from typing_extensions import override
 
 from . import _torch_private
 from .tensors import check_source, own_group
@@ -201,24 +202,29 @@ class ProcessGroupCollectives(Collectives):
         _USERS.add(self)
 
     @property
+    @override
     def rank(self) -> int:
         return self._rank
 
     @property
+    @override
     def world_size(self) -> int:
         return self._world_size
 
     @property
+    @override
     def device(self) -> torch.device:
         return self._context.device
 
     @property
+    @override
     def process_group(self) -> dist.ProcessGroup:
         given = self._given
         if given is None:
             raise self._was_closed()
         return given
 
+    @override
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         return numel * wire_dtype.itemsize
 
@@ -344,6 +350,7 @@ class ProcessGroupCollectives(Collectives):
         check_source(src, self._rank, self._world_size)
         return dist.get_global_rank(self.process_group, src)
 
+    @override
     def all_gather_object(self, obj: Any) -> list[Any]:
         pickled = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         lengths = self._lengths(pickled.numel())
@@ -398,6 +405,7 @@ class ProcessGroupCollectives(Collectives):
                 self._gathers = self._reductions = None
                 return
 
+    @override
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> ProcessGroupCollectives:
         own_group(rank_lists, self._rank, self._world_size)
         part = object.__new__(type(self))
@@ -413,6 +421,7 @@ class ProcessGroupCollectives(Collectives):
     def _was_closed(self) -> StateError:
         return StateError(f"collectives {self._context.name!r} on rank {self._rank} were closed; construct them anew")
 
+    @override
     def close(self) -> None:
         self._closed = True
         # A group ends with its last reference. A closed model must not keep one alive that the user destroys: its

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from polyshard.errors import ConfigError
 from polyshard.interfaces import BufferRole, PluginContext, Work
+from typing_extensions import override
 
 from . import _torch_private
 from .nccl import MIB, NcclCollectives, SharedScope, StreamWork, check_mib
@@ -87,6 +88,7 @@ class SymmetricCollectives(NcclCollectives):
         self._reserve_nbytes = reserve_mib * MIB
         self._roles = _ROLES if reductions else _ROLES[:1]
 
+    @override
     def _enter(self, context: PluginContext, given: dist.ProcessGroup) -> None:
         super()._enter(context, given)
         self._smallest_nbytes = self._reserve_nbytes = 0
@@ -95,12 +97,14 @@ class SymmetricCollectives(NcclCollectives):
         #: Why everything is NCCL's; empty while nothing speaks against copies.
         self._problem = "there is one rank" if self._world_size == 1 else ""
 
+    @override
     def _enter_part(self, whole: Any, shared: SharedGroups) -> None:
         super()._enter_part(whole, shared)
         self._smallest_nbytes = whole._smallest_nbytes
         self._reserve_nbytes = whole._reserve_nbytes
         self._roles = whole._roles
 
+    @override
     def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
         if role in self._roles and nbytes >= self._smallest_nbytes and not self._problem:
             if not torch.cuda.is_current_stream_capturing():
@@ -115,6 +119,7 @@ class SymmetricCollectives(NcclCollectives):
                 return self._memory.scope
         return super().allocation(role, nbytes)
 
+    @override
     def prepare_capture(self, stream: torch.cuda.Stream, like: torch.cuda.Stream) -> None:
         super().prepare_capture(stream, like)
         if self._memory is not None:
@@ -160,6 +165,7 @@ class SymmetricCollectives(NcclCollectives):
     _sharing: ClassVar[str] = "devices that access each other"
 
     @property
+    @override
     def reason(self) -> str:
         if self._problem:
             return f"nccl: {self._problem}"
@@ -169,6 +175,7 @@ class SymmetricCollectives(NcclCollectives):
             return f"symmetric, if it finds {where} ({way}); nccl otherwise. Ranks ask at the first such unit"
         return f"symmetric: {where}; {way}"
 
+    @override
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         memory = self._memory
         if memory is not None and out.nbytes >= self._smallest_nbytes and self._fits(out, shard):
@@ -184,6 +191,7 @@ class SymmetricCollectives(NcclCollectives):
             self._note_problem(memory)
         return super().all_gather(out, shard)
 
+    @override
     def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
         memory = self._memory
         if memory is None or sum(out.nbytes for out, _ in pairs) < self._smallest_nbytes:
@@ -211,9 +219,11 @@ class SymmetricCollectives(NcclCollectives):
         if memory.problem and not self._problem:
             self._give_up(memory.problem)
 
+    @override
     def _exchange(self, channel: _torch_private.Channel, received: torch.Tensor, full: torch.Tensor) -> None:
         self._exchange_many(channel, [received], [full])
 
+    @override
     def _exchange_many(
         self, channel: _torch_private.Channel, received: list[torch.Tensor], fulls: list[torch.Tensor]
     ) -> None:
@@ -245,6 +255,7 @@ class SymmetricCollectives(NcclCollectives):
             and shard.is_contiguous()
         )
 
+    @override
     def all_gather_object(self, obj: Any) -> list[Any]:
         # Ranks agree about this memory by objects, which must not travel through it.
         memory, self._memory = self._memory, None
@@ -253,6 +264,7 @@ class SymmetricCollectives(NcclCollectives):
         finally:
             self._memory = memory
 
+    @override
     def close(self) -> None:
         if self._memory is not None:
             self._memory.close()
@@ -546,6 +558,7 @@ class ZeroedScope(SharedScope):
         self.made = self._count()
         """Segments that the device's allocator had made when the scope was left last; the pool has no newer one."""
 
+    @override
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         super().__exit__(kind, error, at)
         made = self._count()

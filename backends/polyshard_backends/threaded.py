@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from polyshard.errors import CollectiveError, ConfigError, DeviceError, WorldSizeError
 from polyshard.interfaces import Collectives, CollectivesCapabilities, PluginContext, ReduceOp, Work
+from typing_extensions import override
 
 from .tensors import (
     REDUCIBLE_DTYPES,
@@ -174,21 +175,26 @@ class ThreadedCollectives(Collectives):
         self._timeout = min(world.timeout, context.timeout.total_seconds())
 
     @property
+    @override
     def rank(self) -> int:
         return self._rank
 
     @property
+    @override
     def world_size(self) -> int:
         return len(self._group)
 
     @property
+    @override
     def device(self) -> torch.device:
         return self._context.device
 
+    @override
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         check_gather(out, shard, self._rank, self.world_size)
         return self._issue("all_gather", _Request(_unversioned(out), shard), out, _all_gather)
 
+    @override
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
@@ -196,17 +202,20 @@ class ThreadedCollectives(Collectives):
         request = _Request(_unversioned(out), full)
         return self._issue(f"reduce_scatter({op.name})", request, full, lambda all_: _reduce_scatter(all_, op))
 
+    @override
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         check_contiguous("all_reduce", tensor, self._rank)
         request = _Request(_unversioned(tensor), tensor)
         return self._issue(f"all_reduce({op.name})", request, tensor, lambda all_: _all_reduce(all_, op))
 
+    @override
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         check_source(src, self._rank, self.world_size)
         check_contiguous("broadcast", tensor, self._rank)
         request = _Request(_unversioned(tensor), tensor)
         return self._issue(f"broadcast(from {src})", request, tensor, lambda all_: _broadcast(all_, src))
 
+    @override
     def all_to_all(
         self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
     ) -> Work:
@@ -216,19 +225,23 @@ class ThreadedCollectives(Collectives):
         meeting = self._meet(f"all_to_all of {input.dtype} elements", request, _all_to_all)
         return _MeetingWork(self._world, meeting, self._group[self._rank], self._timeout)
 
+    @override
     def announce(self, what: str) -> None:
         self._world.announce(self._group[self._rank], what)
 
+    @override
     def all_gather_object(self, obj: Any) -> list[Any]:
         # Pickled as between processes: a rank must not get hold of another's objects.
         meeting = self._meet("all_gather_object", pickle.dumps(obj), list)
         everything = self._world.await_end(meeting, self._group[self._rank], self._timeout)
         return [pickle.loads(entry) for entry in everything]
 
+    @override
     def barrier(self) -> None:
         meeting = self._meet("barrier", None, len)
         self._world.await_end(meeting, self._group[self._rank], self._timeout)
 
+    @override
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> ThreadedCollectives:
         members = own_group(rank_lists, self._rank, self.world_size)
         # Ranks with different lists fail here, and not in the first collective.

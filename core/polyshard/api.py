@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from .config import ShardConfig, config_of
 from .errors import ConfigError, StateError
@@ -457,6 +458,7 @@ class FullyShardedDataParallel(nn.Module):
         # state_dict() leaves ".module" out, also inside a larger model's.
         self.register_load_state_dict_pre_hook(_under_module)  # type: ignore[no-untyped-call]
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         return self.module(*args, **kwargs)
@@ -479,22 +481,26 @@ class FullyShardedDataParallel(nn.Module):
         """See ``polyshard.close``."""
         close(self.module)
 
+    @override
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's named parameters."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
+    @override
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The module's named buffers."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
+    @override
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state dict, under the module's own names."""
         return self.module.state_dict(*args, **kwargs)
 
+    @override
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

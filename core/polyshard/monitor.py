@@ -13,6 +13,7 @@ from types import TracebackType
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from .errors import ConfigError, RankMismatchError, StateError
 from .inspect import ShardedModel, ShardedUnit, Waits, idle_model, inner_tensors, is_dtensor, local_of
@@ -178,6 +179,7 @@ class Straggler:
     times: int
     """Judgements in a row, this one counted, that found it slow: 1 may have been chance."""
 
+    @override
     def __str__(self) -> str:
         row = f", {self.times} times in a row" if self.times > 1 else ""
         return (

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining as torch_pipelining
 from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
 
 from . import _torch_private
 from .api import outermost_root
@@ -137,6 +138,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
         # Whether a gradient of some stage is infinite, since gradients were reduced.
         self._finding: torch.Tensor | None = None
 
+    @override
     def clear_runtime_states(self) -> None:
         """A schedule begins. Gives up one that raised, and all gradients that wait to be reduced.
 
@@ -162,12 +164,14 @@ class PipelineStage(torch_pipelining.PipelineStage):
         if batch is not None and all(isinstance(stage, PipelineStage) for stage in batch[1]):
             _refuse_uneven(*batch)
 
+    @override
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of one microbatch, called by ``forward_one_chunk``."""
         if self.has_backward and not self._runs:
             self._enter()
         return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
+    @override
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
@@ -188,6 +192,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
                 if unit.pending:
                     unit.gradients.keep(unit.take_gradients(), root.streams)
 
+    @override
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the gradients of all microbatches, once, and divide them by ``grad_scale_factor``.
 
@@ -211,6 +216,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
                 module_state.reset()
         self._divide_accumulated(grad_scale_factor)
 
+    @override
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # Torch 2.11 opens connections by messages to neighbours, its own rank's among them, which gloo refuses.
         opens = super()._get_init_p2p_neighbors_ops()

@@ -20,6 +20,7 @@ from polyshard_backends.nccl import StreamWork
 from polyshard_backends.process_group import group_backend
 from polyshard_backends.tensors import GROUP_DTYPES, check_source, torch_op
 from torch.distributed import distributed_c10d
+from typing_extensions import override
 
 #: The names that FSDP's users know, and those that newer versions of torch have for the same.
 _NEWER_NAMES = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
@@ -133,22 +134,27 @@ class GroupCollectives(Collectives):
         self._rank, self._world_size = rank_and_size(group)
 
     @property
+    @override
     def rank(self) -> int:
         return self._rank
 
     @property
+    @override
     def world_size(self) -> int:
         return self._world_size
 
     @property
+    @override
     def device(self) -> torch.device:
         return self._device
 
     @property
+    @override
     def process_group(self) -> Any:
         return self._group
 
     @cached_property
+    @override
     def capabilities(self) -> CollectivesCapabilities:
         group, device = self._group, self._device.type
         transport = group_backend(group, device) if isinstance(group, dist.ProcessGroup) else "fake"
@@ -164,17 +170,20 @@ class GroupCollectives(Collectives):
             can_communicate=transport != "fake",
         )
 
+    @override
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> Collectives:
         raise UnsupportedError(
             f"FSDP shards over the group that it was given, and cannot divide it (on rank {self._rank}); pass a "
             f"(shard, replicate) pair of process groups, or a two-dimensional device_mesh"
         )
 
+    @override
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         if out.numel() == 0:
             return COMPLETED
         return self._issue("all_gather_into_tensor", _as_bytes(out), _as_bytes(shard))
 
+    @override
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
@@ -190,6 +199,7 @@ class GroupCollectives(Collectives):
         finish = partial(_divide_, out, after)
         return self._issue("reduce_scatter_tensor", out, full, finish=finish, **_op_option(op))
 
+    @override
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         if tensor.numel() == 0:
             return COMPLETED
@@ -197,12 +207,14 @@ class GroupCollectives(Collectives):
         _divide_(tensor, before)
         return self._issue("all_reduce", tensor, finish=partial(_divide_, tensor, after), **_op_option(op))
 
+    @override
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         check_source(src, self._rank, self._world_size)
         if tensor.numel() == 0:
             return COMPLETED
         return self._issue("broadcast", _as_bytes(tensor), group_src=src)
 
+    @override
     def all_gather_object(self, obj: Any) -> list[Any]:
         answers: list[Any] = [None] * self._world_size
         # Objects travel through the current device, which need not be this group's.
@@ -210,6 +222,7 @@ class GroupCollectives(Collectives):
             self._operation("all_gather_object")[0](answers, obj, group=self._group)
         return answers
 
+    @override
     def barrier(self) -> None:
         options: dict[str, Any] = {}
         if self._device.type != "cpu" and self._device.index is not None:

@@ -65,7 +65,7 @@ class FlatParameter(nn.Parameter):
     """Empty for good: the low-precision shard is a slice of the gather buffer and needs no memory of its own."""
     _handle: FlatParamHandle
 
-    @property
+    @property  # type: ignore[explicit-override]  # mypy sees no override of a property that has a setter
     def grad(self) -> torch.Tensor | None:
         """The gradient of this rank's shard, where the parameters have their own too; None where nothing has one."""
         if getattr(self, "_params", None) is None:

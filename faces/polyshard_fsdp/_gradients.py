@@ -22,6 +22,7 @@ from polyshard.extension import (
 from polyshard.interfaces import COMPLETED, UnitDtypes, Work
 from torch import nn
 from torch.utils.weak import TensorWeakRef
+from typing_extensions import override
 
 #: Attribute of a gradient that was given other data: the tensor whose data they are.
 _SHOWS = "_polyshard_shows"
@@ -34,6 +35,7 @@ class HookedRanks(UnitRanks):
     hook: Callable[..., Any] = field(kw_only=True)
     state: object = field(compare=False, kw_only=True)
 
+    @override
     def reduce(self, result: torch.Tensor, wire: torch.Tensor) -> Work:
         # Hooks that compress give tensors other data. Results are fresh, but the input's memory serves later backwards.
         if self.reduction is None:
@@ -42,6 +44,7 @@ class HookedRanks(UnitRanks):
             self.hook(self.state, wire.detach(), result)
         return COMPLETED
 
+    @override
     def reduce_many(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], results: torch.Tensor | None = None
     ) -> Work:
@@ -64,11 +67,13 @@ class FlatInput(ReductionInput):
         self.dtype = self.result_dtype = dtypes.reduce
         self._sum_dtype = dtypes.compute
 
+    @override
     def make_sum(self) -> FlatBuffer:
         with torch.inference_mode(False):
             flat = torch.empty(self.layout.padded_numel, dtype=self._sum_dtype, device=self.device)
             return FlatBuffer(flat, self.layout, resizable=False)
 
+    @override
     def collect(self, buffer: FlatBuffer) -> Copies:
         copies = super().collect(buffer)
         # Not kept for the next accumulation: a user may still hold what ``.grad`` was.
@@ -105,10 +110,12 @@ class FlatGradients(Gradients):
         self._dtypes = dtypes
         self.input.choose(dtypes)
 
+    @override
     def keep(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> None:
         self._take_back()
         super().keep(gradients, streams)
 
+    @override
     def contribute(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> Contribution:
         self._take_back()
         self._restore_reduced()

@@ -26,6 +26,7 @@ from polyshard.extension import (
     without_torch_function,
 )
 from torch import nn
+from typing_extensions import override
 
 from ._flat_param import FlatParameter
 
@@ -89,6 +90,7 @@ class Originals(MasterViews):
         self.expose()
 
     @property
+    @override
     def gradient_targets(self) -> list[GradientTarget]:
         found = []
         for index, piece in self._pieces.items():
@@ -100,9 +102,11 @@ class Originals(MasterViews):
         return found
 
     @property
+    @override
     def trained(self) -> list[bool]:
         return list(map(_is_trained, self.tensors))
 
+    @override
     def expose(self) -> None:
         with torch.inference_mode(False):
             for index, original in enumerate(self.tensors):
@@ -124,6 +128,7 @@ class Originals(MasterViews):
     def _shard_of(self, index: int) -> torch.Tensor:
         return part_of_master(self._master, self._layout.slots[index], self._pieces.get(index), whole=self._whole)
 
+    @override
     def adopt_changes(self) -> bool:
         """As of ``MasterViews``. Called while modules hold the originals.
 
@@ -143,10 +148,12 @@ class Originals(MasterViews):
             self._trained = list(map(_is_trained, self.tensors))
         return before != self._trained
 
+    @override
     def retrained(self) -> bool:
         before, self._trained = self._trained, list(map(_is_trained, self.tensors))
         return before != self._trained
 
+    @override
     def refuse_changes(self, *, held: bool) -> None:
         """Raise for parameters replaced between forward and backward: autograd has saved the old ones.
 
@@ -232,23 +239,29 @@ class FlatOriginal(MasterViews):
         self.expose()
 
     @property
+    @override
     def gradient_targets(self) -> list[GradientTarget]:
         return [GradientTarget(self._flat_param, 0, tuple(self._master.shape), (1,))]
 
     @property
+    @override
     def trained(self) -> list[bool]:
         return [self._flat_param.requires_grad] * len(self._layout.slots)
 
+    @override
     def expose(self) -> None:
         self._flat_param.data = self._master
 
+    @override
     def adopt_changes(self) -> bool:
         return self.retrained()
 
+    @override
     def retrained(self) -> bool:
         before, self._trained = self._trained, self._flat_param.requires_grad
         return before != self._trained
 
+    @override
     def refuse_changes(self, *, held: bool) -> None:
         """Nothing: no parameter is within the user's reach."""
 
@@ -276,6 +289,7 @@ class ShardedParameter(torch.Tensor):
         return guard
 
     @classmethod
+    @override
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -301,6 +315,7 @@ class ShardedParameter(torch.Tensor):
 class GuardedBindings(Bindings):
     """Stand-ins that refuse to compute, in other instances' forwards."""
 
+    @override
     def _collect(self, leaves: Sequence[torch.Tensor]) -> dict[nn.Module, Swap]:
         swaps = super()._collect(leaves)
         for parameter in self._parameters if self.elsewhere is Shown.GUARDS else ():
@@ -324,6 +339,7 @@ class FlatBindings(Bindings):
         self.shown = Shown.VIEWS
         self.show(Shown.ORIGINALS)
 
+    @override
     def _collect(self, leaves: Sequence[torch.Tensor]) -> dict[nn.Module, Swap]:
         swaps: dict[nn.Module, Swap] = {}
         for parameter, leaf in zip(self._parameters, leaves, strict=True):

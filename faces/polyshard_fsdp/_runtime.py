@@ -27,6 +27,7 @@ from polyshard.extension import (
 from polyshard.interfaces import Collectives
 from polyshard_plugins.precision import make_input_cast
 from torch import nn
+from typing_extensions import override
 
 from . import _runtime_utils, _torch_private
 from ._common_utils import HandleTrainingState, _get_handle_fqns_from_root
@@ -67,16 +68,19 @@ class FSDPModuleState(ModuleState):
         assert state is None or isinstance(state, FSDPModuleState)
         return state
 
+    @override
     def pre_backward(self, *, prefetches: bool = True) -> None:
         if not self.in_backward:
             self.point(HandleTrainingState.BACKWARD_PRE)
         super().pre_backward(prefetches=prefetches)
 
+    @override
     def prefetch(self, batches: Sequence[Sequence[ModuleState]]) -> None:
         self._ahead = [state for batch in batches for state in batch]
         if self.instance.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             self._unshard_next()
 
+    @override
     def late_post_backward(self) -> None:
         # Nothing asks for a gradient at its end: it has no hook that ended its backward.
         self.ends_by_hook = any(unit.trainable for unit in self.units)
@@ -85,6 +89,7 @@ class FSDPModuleState(ModuleState):
         finally:
             self.ends_by_hook = True
 
+    @override
     def post_backward(self) -> None:
         self.point(HandleTrainingState.BACKWARD_POST)
         self._reduce_zeros_if_unused()
@@ -96,6 +101,7 @@ class FSDPModuleState(ModuleState):
         self._ahead = ()
         self.point(HandleTrainingState.IDLE)
 
+    @override
     def reset(self) -> None:
         super().reset()
         self._ahead = ()
@@ -146,6 +152,7 @@ class FSDPForward(ForwardHooks):
         """Let backward end at the inputs of the forward that is being entered."""
         self._pending = super()._watch_inputs(*self._pending)
 
+    @override
     def _pre_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         module_state, instance = self.module_state, self.module_state.instance
         given = args, kwargs
@@ -170,6 +177,7 @@ class FSDPForward(ForwardHooks):
             self._assign_anew()
         return args, kwargs
 
+    @override
     def _post_forward(self, output: Any) -> Any:
         try:
             return super()._post_forward(output)
@@ -179,6 +187,7 @@ class FSDPForward(ForwardHooks):
             if self._observed:
                 self._assign_anew()
 
+    @override
     def _watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._pending = (args, kwargs)
         instance = self.module_state.instance
@@ -186,6 +195,7 @@ class FSDPForward(ForwardHooks):
         pending, self._pending = self._pending, ((), {})
         return pending
 
+    @override
     def _watch_output(self, output: Any) -> tuple[Any, bool]:
         instance, self._is_watched = self.module_state.instance, False
         output = _runtime_utils._register_pre_backward_hooks(
@@ -247,6 +257,7 @@ class FSDPRoot(Root):
         )
         refuse_escape(units, output, "")
 
+    @override
     def end_backward(self) -> None:
         super().end_backward()
         for unused in self.unused:
@@ -266,9 +277,11 @@ class FSDPRoot(Root):
         self.reducer.flush()
         self.streams.drain()
 
+    @override
     def _counted_parameters(self) -> None:
         """An unused parameter of a used unit has a gradient of zeros in FSDP; for units see ``UnusedUnit``."""
 
+    @override
     def abandon(self) -> None:
         super().abandon()
         self.unused.clear()
@@ -385,6 +398,7 @@ class UnitSchedule(ExecutionOrder[ModuleState]):
         super().__init__(forward_ahead, backward_ahead)
         self._order = order
 
+    @override
     def enter(self, module_state: ModuleState) -> list[list[ModuleState]]:
         if not module_state.units:
             return []
@@ -393,10 +407,12 @@ class UnitSchedule(ExecutionOrder[ModuleState]):
             self._order.enter(module_state.instance._handle, training=module_state.module.training)
         return super().enter(module_state)
 
+    @override
     def leave(self, module_state: ModuleState) -> None:
         if module_state.units:
             super().leave(module_state)
 
+    @override
     def enter_backward(self, module_state: ModuleState) -> list[list[ModuleState]]:
         return super().enter_backward(module_state) if module_state.units else []
 

@@ -15,6 +15,7 @@ import torch
 from polyshard.errors import StateError, StepAssertionError
 from polyshard.extension import is_dtensor, local_of
 from torch import nn
+from typing_extensions import override
 
 from . import _torch_private
 from ._common_utils import FLAT_PARAM, FSDP_PREFIX, clean_tensor_name, warn
@@ -292,12 +293,14 @@ class ShardedForm(FullForm):
             index: PartPlacement.of(part, instance, self.names[index][0]) for index, part in self.parts.items()
         }
 
+    @override
     def convert(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         if index in self._placements:
             return self._placements[index].own_rows(local_of(whole), offload=self._offloads)
         mesh = self.instance._device_mesh if self._as_dtensor else None
         return own_rows(whole, self.instance, mesh, offload=self._offloads)
 
+    @override
     def before_load(self, values: dict[str, Any], prefix: str) -> None:
         if self.unit is not None:
             self._assemble(values, prefix, self.unit)

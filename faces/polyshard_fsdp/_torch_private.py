@@ -31,6 +31,7 @@ from torch.distributed.fsdp._wrap_utils import _validate_frozen_params as _valid
 from torch.distributed.fsdp.wrap import _or_policy as _or_policy
 from torch.distributed.fsdp.wrap import _Policy as _Policy
 from torch.distributed.fsdp.wrap import _wrap_module_cls_individually as _wrap_module_cls_individually
+from typing_extensions import override
 
 #: What torch's functions know an instance by, and what they tell of one.
 FSDPState: Any = _common_utils._FSDPState
@@ -73,6 +74,7 @@ class _CheckedInfo(_ShardParamInfo):
     check: Callable[[], None]
 
     @property
+    @override
     def in_shard(self) -> bool:
         self.check()
         return bool(self[0])

@@ -26,6 +26,7 @@ from polyshard.extension import (
 )
 from polyshard.interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
 from torch import nn
+from typing_extensions import override
 
 from . import _runtime_utils
 from ._common_utils import HandleTrainingState
@@ -94,6 +95,7 @@ class FlatUnit(Unit):
             # Takes the whole views, which flattening left in the modules, out of them.
             self.prepare()
 
+    @override
     def _use_master(self, master: torch.Tensor) -> None:
         super()._use_master(master)
         self.flat_param.data = self.master
@@ -106,6 +108,7 @@ class FlatUnit(Unit):
         if self.dtypes.grad != self.spec.master_dtype:
             self.flat_param.grad_dtype = self.dtypes.grad
 
+    @override
     def _make_originals(self) -> MasterViews:
         if not self.handle._use_orig_params:
             return FlatOriginal(self.flat_param, self.layout, self.master)
@@ -118,12 +121,14 @@ class FlatUnit(Unit):
             rank=self.ranks.world.rank,
         )
 
+    @override
     def _make_bindings(self) -> Bindings:
         if self.handle._use_orig_params:
             elsewhere = Shown.VIEWS if self.permanent else Shown.GUARDS
             return GuardedBindings(self.parameters, self.leaves, elsewhere=elsewhere)
         return FlatBindings(self.parameters, self.leaves, guarded=not self.permanent)
 
+    @override
     def _make_gradients(self) -> FlatGradients:
         return FlatGradients(self)
 
@@ -132,20 +137,24 @@ class FlatUnit(Unit):
         assert isinstance(self.gradients, FlatGradients)
         return self.gradients
 
+    @override
     def _leaves_over(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         # FSDP's are plain.
         return list(views)
 
+    @override
     def _bind(self, buffer: FlatBuffer) -> None:
         super()._bind(buffer)
         self.flat_param._full_param_padded = buffer.flat
         self._whole = None
 
+    @override
     def choose_buffer(self, training: bool) -> None:
         super().choose_buffer(training)
         if self.follows_mode:
             self.flat_gradients.choose(full_precision=not training)
 
+    @override
     def show(self) -> None:
         self.handle._use_unsharded_views(as_params=False)
 
@@ -160,12 +169,14 @@ class FlatUnit(Unit):
                 self._whole = self.buffer.flat.narrow(0, 0, self.handle.unsharded_numel)
             self.flat_param.data = self._whole
 
+    @override
     def hide(self) -> None:
         if not self._stays_shown:
             self.conceal()
         elif not self._shown_addresses:
             self._shown_addresses = self._addresses()
 
+    @override
     def conceal(self) -> None:
         """Let modules see what they see outside of compute."""
         self._shown_addresses = []
@@ -185,6 +196,7 @@ class FlatUnit(Unit):
             and torch.is_grad_enabled()
         )
 
+    @override
     def issue_gather(self) -> None:
         _runtime_utils._unshard(self._instance, self.handle)
 
@@ -193,6 +205,7 @@ class FlatUnit(Unit):
         self.steps = sum(each._version for each in self.originals.tensors) % FlatBuffer.RELEASED
         super().issue_gather()
 
+    @override
     def reshard(self) -> None:
         if (
             self.handle._training_state is HandleTrainingState.BACKWARD_POST
@@ -229,6 +242,7 @@ class FlatUnit(Unit):
         self.conceal()
         super().reshard()
 
+    @override
     def adopt_changes(self) -> None:
         if self.prepared and self.bindings.shown is not Shown.ORIGINALS:
             self.conceal()
@@ -315,6 +329,7 @@ class FlatUnit(Unit):
                 module._parameters.clear()
                 module._parameters.update(now)
 
+    @override
     def refuse_changes(self) -> None:
         if self._shown_addresses and not self._views_are_untouched():
             # Nothing may stand under the names whose memory is about to be released.
@@ -457,6 +472,7 @@ class FSDPPrecision(PrecisionCaster):
         self._settings = mixed_precision
         self._full_precision_in_eval = full_precision_in_eval
 
+    @override
     def dtypes(self, unit: UnitSpec) -> UnitDtypes:
         """Gradients travel in the dtype in which they are reduced, as FSDP's do."""
         master = unit.master_dtype
@@ -465,5 +481,6 @@ class FSDPPrecision(PrecisionCaster):
         grad = reduce if self._settings.keep_low_precision_grads else master
         return UnitDtypes(compute=compute, wire=reduce, reduce=reduce, grad=grad)
 
+    @override
     def full_precision_in_eval(self, unit: UnitSpec) -> bool:
         return self._full_precision_in_eval

@@ -25,6 +25,7 @@ from polyshard.interfaces import (
     ReduceOp,
     Work,
 )
+from typing_extensions import override
 
 from ._torch_private import premul_sum
 
@@ -177,9 +178,11 @@ class _CustomRanks(UnitRanks):
 
     by: Communication = field(kw_only=True)
 
+    @override
     def reduce(self, result: torch.Tensor, wire: torch.Tensor) -> Work:
         return self._behind(UnitRanks.reduce(self, result, wire), [wire if self.reduction is None else result])
 
+    @override
     def reduce_many(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], results: torch.Tensor | None = None
     ) -> Work:
@@ -213,6 +216,7 @@ class _CustomRanks(UnitRanks):
             result.div_(division.after)
 
     @property
+    @override
     def among_near(self) -> UnitRanks:  # type: ignore[override]
         # What is added up over replicas later is neither divided nor shown before.
         known = {each.name: getattr(self, each.name) for each in fields(UnitRanks)}
@@ -222,6 +226,7 @@ class _CustomRanks(UnitRanks):
 class _Around(CollectivesDecorator):
     api_version = 1
 
+    @override
     def around(self, inner: Collectives) -> Collectives:
         part = copy.copy(self)
         part.inner = inner
@@ -236,12 +241,15 @@ class _Gather(_Around):
         self._comm = comm
 
     @property
+    @override
     def capabilities(self) -> CollectivesCapabilities:
         return replace(super().capabilities, fixed_addresses=False)
 
+    @override
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         return self.all_gather_many([(out, shard)])
 
+    @override
     def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
         if len({shard.dtype for _, shard in pairs}) > 1:
             pairs = [(out.view(torch.uint8), shard.view(torch.uint8)) for out, shard in pairs]
@@ -264,14 +272,17 @@ class _Reduction(_Around):
         super().__init__(inner)
         self._by, self._replicas = by, replicas
 
+    @override
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         return 0 if self._by.reduce_scatter else super().scratch_nbytes(role, numel, wire_dtype, out_dtype)
 
+    @override
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
         return self.reduce_scatter_many([(out, full, scratch)], op=op)
 
+    @override
     def reduce_scatter_many(
         self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
     ) -> Work:
@@ -299,6 +310,7 @@ class _Replicas(_Around):
         super().__init__(inner)
         self._rest = rest
 
+    @override
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         self.inner.all_reduce(tensor, op=op).wait()
         self._rest(tensor)

@@ -38,6 +38,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from typing_extensions import override
 
 from . import _torch_private
 from .policies import DataParallelMeshDims
@@ -208,10 +209,12 @@ class WholeMeshLeaf(LeafForm):
     data: frozenset[int]
     """Dimensions of ``mesh`` over which the engine adds up gradients."""
 
+    @override
     def as_leaf(self, local: torch.Tensor) -> torch.Tensor:
         return dtensor_leaf(local, self.mesh, self.placements, self.shape, self.stride)
 
     @torch.no_grad()
+    @override
     def own(self, value: torch.Tensor) -> torch.Tensor:
         placed: Any = value
         wanted = tuple(
@@ -231,11 +234,13 @@ class TypedLeaf(WholeMeshLeaf):
     """By the axes that the program annotated."""
     partition: Any
 
+    @override
     def as_leaf(self, local: torch.Tensor) -> torch.Tensor:
         sys.modules["spmd_types"].assert_type(local, dict(self.types), self.partition)
         return local
 
     @torch.no_grad()
+    @override
     def own(self, value: torch.Tensor) -> torch.Tensor:
         return WholeMeshLeaf.own(self, DTensor.from_local(value, self.mesh, self.gradient, run_check=False))
 

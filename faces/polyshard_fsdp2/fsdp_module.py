@@ -13,6 +13,7 @@ from polyshard.extension import Fresh, ModuleState, Phase, Unit, UnitState, in_b
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+from typing_extensions import override
 
 from . import _torch_private
 from ._collectives import AllGather, ReduceScatter
@@ -25,6 +26,7 @@ class UnshardHandle(TorchUnshardHandle):
     def __init__(self, units: Sequence[Unit] = ()) -> None:
         self._units: Sequence[Unit] = units
 
+    @override
     def wait(self) -> None:
         """Order compute after the gather, and let the module hold whole parameters."""
         units, self._units = self._units, ()
@@ -75,6 +77,7 @@ class FSDPModule(TorchFSDPModule):
         made.__init__(*args, **kwargs)
         return made
 
+    @override
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module, not those of other sharded modules inside.
 
@@ -124,6 +127,7 @@ class FSDPModule(TorchFSDPModule):
         handle.wait()
         return None
 
+    @override
     def reshard(self) -> None:
         """Release the whole parameters of this module, and hold sharded ones again.
 
@@ -137,6 +141,7 @@ class FSDPModule(TorchFSDPModule):
                 unit.refuse_lost_writes()
                 unit.reshard()
 
+    @override
     def reset_iter_state(self) -> None:
         """Give up a forward or backward that raised, and drop gradients that wait to be reduced.
 
@@ -149,6 +154,7 @@ class FSDPModule(TorchFSDPModule):
         outermost(state, "reset_iter_state").start_over()
         state.finalizing = None
 
+    @override
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards reduce gradients, from now on; where not, they wait whole on this rank, and add up.
 
@@ -162,6 +168,7 @@ class FSDPModule(TorchFSDPModule):
         for module_state in _module_states(self, recurse):
             module_state.synchronises = module_state.all_reduces = bool(requires_gradient_sync)
 
+    @override
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are released after forward, from now on.
 
@@ -175,6 +182,7 @@ class FSDPModule(TorchFSDPModule):
         for state in _states(self, recurse):
             state.set_reshard(reshard_after_forward)
 
+    @override
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this module's gradients over ranks by ``factor`` instead of the number of ranks.
 
@@ -187,14 +195,17 @@ class FSDPModule(TorchFSDPModule):
             raise ConfigError(f"set_gradient_divide_factor got {factor!r}. Give a number above 0.")
         _communicate(self, factor=float(factor))
 
+    @override
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of ``set_gradient_divide_factor``."""
         self.set_gradient_divide_factor(factor)
 
+    @override
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the present stream wait for ``event``, behind which gathers of the next forward begin."""
         event.wait()
 
+    @override
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether backwards of the whole model end by waiting for reductions, from now on.
 
@@ -263,6 +274,7 @@ class FSDPModule(TorchFSDPModule):
             for unit in state.units:
                 unit.keep_buffer(bool(keep))
 
+    @override
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether reductions are over replicas, too, from now on; where not, this rank keeps its shard of the sum.
 
@@ -272,6 +284,7 @@ class FSDPModule(TorchFSDPModule):
         for module_state in _module_states(self, recurse):
             module_state.all_reduces = bool(requires_all_reduce)
 
+    @override
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backwards release parameters, from now on; where not, later forwards use them without a gather.
 
@@ -282,6 +295,7 @@ class FSDPModule(TorchFSDPModule):
         for module_state in _module_states(self, recurse):
             module_state.releases_after_backward = bool(reshard_after_backward)
 
+    @override
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """In forwards gather ``modules`` of this model right behind this one, in this order, each by its own launch.
 
@@ -295,6 +309,7 @@ class FSDPModule(TorchFSDPModule):
         state.forward_hints = _hinted(modules)
         state.hint()
 
+    @override
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """As ``set_modules_to_forward_prefetch``, in backwards, where embeddings are left out: they need no weight.
 
@@ -305,6 +320,7 @@ class FSDPModule(TorchFSDPModule):
         state.backward_hints = _hinted(modules)
         state.hint()
 
+    @override
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether what ``set_custom_reduce_scatter`` got is called for sums, which are divided by themselves.
 
@@ -312,6 +328,7 @@ class FSDPModule(TorchFSDPModule):
         """
         _communicate(self, sums=bool(enable))
 
+    @override
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters that no rank had a gradient of have zeros for one behind a backward that came through
         their module, and not None.
@@ -322,6 +339,7 @@ class FSDPModule(TorchFSDPModule):
             state.fills_unused = bool(reduce_scatter_unused_params)
             state.apply()
 
+    @override
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Nothing: two reductions are alive at most.
 
@@ -336,30 +354,37 @@ class FSDPModule(TorchFSDPModule):
         if max_input_buffers < 1:
             raise ConfigError(f"max_input_buffers must be a positive int, got {max_input_buffers}.")
 
+    @override
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Nothing: reductions have a communicator of their own."""
         _state(self)
 
+    @override
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Nothing: an embedding is not gathered for its backward, and everything else is."""
         _state(self)
 
+    @override
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Nothing: large gathers use memory that NCCL has registered."""
         _state(self)
 
+    @override
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Nothing, as ``set_allocate_memory_from_process_group_for_comm``."""
         _state(self)
 
+    @override
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Nothing: gathers are asynchronous. Programs call torch's private method of this name."""
         _state(self)
 
+    @override
     def _get_fsdp_state(self) -> Any:
         """For programs that call torch's private method of this name, as ``model._get_fsdp_state()._lazy_init()``."""
         return _state(self)
 
+    @override
     def set_custom_all_gather(self, comm: AllGather | None) -> None:
         """Gather this module's parameters, not those of other sharded modules inside, by ``comm`` from now on.
 
@@ -372,6 +397,7 @@ class FSDPModule(TorchFSDPModule):
         """
         _communicate(self, all_gather=comm)
 
+    @override
     def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
         """Reduce this module's gradients by ``comm`` from now on; else as ``set_custom_all_gather``.
 
@@ -379,6 +405,7 @@ class FSDPModule(TorchFSDPModule):
         """
         _communicate(self, reduce_scatter=comm)
 
+    @override
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], object] | None, *, stream: Any = None) -> None:
         """Call ``hook`` with this rank's part of this module's reduced gradients, in each backward that reduces them.
 
@@ -395,6 +422,7 @@ class FSDPModule(TorchFSDPModule):
         """
         _communicate(self, hook=hook, stream=stream)
 
+    @override
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         inside = set(cast("nn.Module", self).modules())
         states = list(states_in(cast("nn.Module", self)))

@@ -16,6 +16,7 @@ from polyshard.state.contents import names_within
 from polyshard.state.source import listed
 from polyshard.state.streaming import Ranks, Weights, copy_kept
 from torch import nn
+from typing_extensions import override
 
 from . import _private
 from .conversion import Conversion, Held, Outcomes, Step, foreseen, joined, tensors_of
@@ -177,6 +178,7 @@ class _Layer(nn.Module):
         own = {f"layer.{inner}": given[name] for name, inner in (self.factors | self.kept).items()}
         torch.func.functional_call(self, own, ())
 
+    @override
     def forward(self) -> None:
         layer: Any = self.layer
         # What it notes is true of these tensors, not of the layer's.

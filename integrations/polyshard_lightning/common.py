@@ -31,6 +31,7 @@ from polyshard_trainers.config import (
 from polyshard_trainers.models import refuse_wrapped
 from torch import nn
 from torchmetrics import Metric
+from typing_extensions import override
 
 #: Attribute of a module that a strategy sharded: the configuration.
 _SETTINGS = "_polyshard_lightning_settings"
@@ -313,6 +314,7 @@ class Children(WrapPolicy):
     inner: PluginChoice
     """A policy as ``ShardConfig.policy`` takes it."""
 
+    @override
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         spec = PluginSpec.parse(self.inner)
         name = spec.name if isinstance(spec, PluginSpec) else ""

@@ -17,6 +17,7 @@ from polyshard.api import no_sync
 from polyshard.errors import ConfigError, StateError
 from polyshard_trainers.models import held_by, parameters_of, refuse_strangers, warn_unsaveable
 from torch import nn
+from typing_extensions import override
 
 from ._private import BackwardSyncControl
 from .checkpoints import (
@@ -48,6 +49,7 @@ class ShardedModule(nn.Module):
         self.module = module
         self._own_forward = module.__dict__.get("forward")
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stands_in = self.module.__dict__.get("forward")
         try:

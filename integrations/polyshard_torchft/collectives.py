@@ -21,6 +21,7 @@ from polyshard.interfaces import (
     ReduceOp,
     Work,
 )
+from typing_extensions import override
 
 from .link import Link, LinkSettings
 
@@ -72,23 +73,28 @@ class Torchft(CollectivesDecorator):
         self._replicas = OtherJobs(self.link, self.inner)
 
     @property
+    @override
     def capabilities(self) -> CollectivesCapabilities:
         return replace(self.inner.capabilities, capturable=False)
 
     @property
+    @override
     def replicas(self) -> Collectives:
         return self._replicas
 
     @property
+    @override
     def reason(self) -> str:
         own = self.inner.reason
         return f"{self.link.described}; {own}" if own else self.link.described
 
+    @override
     def around(self, inner: Collectives) -> Collectives:
         part = copy.copy(self)
         part.inner = inner
         return part
 
+    @override
     def close(self) -> None:
         # A part of the ranks is closed before them, and has the same link.
         if self.inner is self._replicas.inner:
@@ -108,45 +114,57 @@ class OtherJobs(CollectivesDecorator):
         self._link = link
 
     @property
+    @override
     def capabilities(self) -> CollectivesCapabilities:
         return replace(self.inner.capabilities, capturable=False, reduce_ops=frozenset({ReduceOp.MEAN}))
 
+    @override
     def around(self, inner: Collectives) -> Collectives:
         raise self._refusal("partition")
 
+    @override
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         if op is not ReduceOp.MEAN:
             raise self._refusal(f"all_reduce({op.name})")
         return self._link.average(tensor)
 
+    @override
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         raise self._refusal("all_gather")
 
+    @override
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
         raise self._refusal("reduce_scatter")
 
+    @override
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         raise self._refusal("broadcast")
 
+    @override
     def all_to_all(
         self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
     ) -> Work:
         raise self._refusal("all_to_all")
 
+    @override
     def announce(self, what: str) -> None:
         return None
 
+    @override
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [obj]
 
+    @override
     def barrier(self) -> None:
         return None
 
+    @override
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> Collectives:
         raise self._refusal("partition")
 
+    @override
     def close(self) -> None:
         return None
 

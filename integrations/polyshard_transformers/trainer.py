@@ -33,6 +33,7 @@ from polyshard_trainers.models import is_sharded, plain_optimizer
 from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
+from typing_extensions import override
 
 from ._private import refuse_other_trainers
 from .checkpoints import SCHEDULER, STATE, require_state, write_whole
@@ -403,6 +404,7 @@ class TrainerAccelerator(Accelerator):
         if scales_loss:
             made.scaler = GradScaler(made.device.type)
 
+    @override
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
@@ -410,10 +412,12 @@ class TrainerAccelerator(Accelerator):
         self._before(model)
         return super().prepare_model(model, device_placement, evaluation_mode)
 
+    @override
     def free_memory(self, *objects: Any) -> Any:
         """Forget what was prepared, and close nothing: ``train()`` begins with this, and ``end()`` closes the model."""
         return accelerate.Accelerator.free_memory(self, *objects)
 
+    @override
     def _foresee_save(self, optimizer: torch.optim.Optimizer) -> None:
         # Trainer has its own checkpoints, and looks at them before the first step.
         pass

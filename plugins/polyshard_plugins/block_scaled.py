@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PrecisionCapabilities, UnitSpec, WireSpec
+from typing_extensions import override
 
 from .block_codec import BlockCode, Number, kernels_for
 from .precision import Configured, DtypeSetting, PrecisionSettings, changed_settings, resolve_dtype, whole_number
@@ -75,6 +76,7 @@ class BlockScaled(Configured):
         self._code = BlockCode(self.number, _block(block, f"block of {where}"))
         self._min_numel = whole_number(min_numel, 0, f"min_numel of {where}")
 
+    @override
     def wire(self, unit: UnitSpec) -> WireSpec | None:
         """None for a unit that is small, left alone, not floating-point, or would not travel in fewer bytes."""
         if unit.numel < self._min_numel or self._is_left_alone(unit) or not unit.master_dtype.is_floating_point:
@@ -82,12 +84,15 @@ class BlockScaled(Configured):
         nbytes = self._code.nbytes(unit.shard_numel)
         return WireSpec(nbytes) if nbytes < unit.shard_numel * self.dtypes(unit).compute.itemsize else None
 
+    @override
     def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
         self.encode_many([unit], [wire], [shard])
 
+    @override
     def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
         self.decode_many([unit], [wire], [out])
 
+    @override
     def encode_many(
         self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
     ) -> None:
@@ -100,6 +105,7 @@ class BlockScaled(Configured):
         for few in _by_dtype(shards):
             kernels.encode(self._code, [wires[i] for i in few], [shards[i] for i in few])
 
+    @override
     def decode_many(
         self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> None:

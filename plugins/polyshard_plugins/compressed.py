@@ -19,6 +19,7 @@ from polyshard.interfaces import (
     ReduceOp,
     Work,
 )
+from typing_extensions import override
 
 from .block_codec import BlockCode, Number
 from .precision import switch, whole_number
@@ -90,14 +91,17 @@ class Compressed(CollectivesDecorator):
         self._capabilities = _capabilities_over(self.inner)
 
     @property
+    @override
     def capabilities(self) -> CollectivesCapabilities:
         return self._capabilities
 
+    @override
     def around(self, inner: Collectives) -> Collectives:
         part = copy.copy(self)
         part.inner, part._capabilities = inner, _capabilities_over(inner)
         return part
 
+    @override
     def reduce_scatter(
         self,
         out: torch.Tensor,
@@ -111,6 +115,7 @@ class Compressed(CollectivesDecorator):
         received, work = self._exchange(full.view(self.world_size, out.numel()))
         return _Then(work, lambda: out.copy_(self._mean(received, out.numel())))
 
+    @override
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         slice_numel = -(-tensor.numel() // self.world_size)
         if not (self._replicas and slice_numel >= self._min_numel and self._encodes(tensor, op)):

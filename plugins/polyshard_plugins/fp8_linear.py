@@ -26,6 +26,7 @@ import torch
 from polyshard.errors import ConfigError, DeviceError
 from polyshard.interfaces import FormedWeights, LinearForm, PluginContext, PrecisionCapabilities, UnitSpec
 from torch import nn
+from typing_extensions import override
 
 from ._torch_private import scaled_mm
 from .block_codec import Number, encode_rows, kernels_for, scale_of
@@ -111,6 +112,7 @@ class Fp8Linear(Configured):
                     f"{found[1]}. Take precision 'bf16', or 'fp8' to gather in fp8 and compute in bf16."
                 )
 
+    @override
     def forms(self, unit: UnitSpec, linear: nn.Linear, name: str) -> bool:
         """Whether ``linear`` is not left out or alone, and its dimensions are multiples of 16."""
         return (
@@ -121,6 +123,7 @@ class Fp8Linear(Configured):
             and not any(fnmatchcase(name, pattern) for pattern in self._left_out)
         )
 
+    @override
     def form(self, weights: FormedWeights) -> LinearForm:
         """Raises ConfigError where a rank would have a part of a row, whose scale it does not know."""
         return RowwiseFp8(weights, self._multiplication, self._where)
@@ -159,9 +162,11 @@ class RowwiseFp8(LinearForm):
         self._gathered = self._scales = self._order = torch.empty(0)
 
     @property
+    @override
     def lanes(self) -> Sequence[int]:
         return self._weights.shard_numel, _rounded(self._most_rows) * torch.float32.itemsize
 
+    @override
     def encode(self, shard: torch.Tensor, lanes: Sequence[torch.Tensor], rank: int) -> None:
         codes, scales = lanes[0], lanes[1].view(torch.float32)
         kernels, row = kernels_for(shard, "rowwise_kernels"), 0
@@ -174,6 +179,7 @@ class RowwiseFp8(LinearForm):
                 kernels.encode(values, *places, _NUMBER.reciprocal)
             row += rows
 
+    @override
     def bind(self, lanes: Sequence[torch.Tensor]) -> Sequence[Sequence[torch.Tensor]]:
         weights = self._weights
         codes = lanes[0].view(-1).view(_NUMBER.dtype)
@@ -188,6 +194,7 @@ class RowwiseFp8(LinearForm):
             first += rows
         return found
 
+    @override
     def arrived(self) -> None:
         torch.index_select(self._gathered, 0, self._order, out=self._scales)
 
@@ -202,17 +209,20 @@ class RowwiseFp8(LinearForm):
                 row += rows
         return torch.cat([part for parts in by_weight for part in parts])
 
+    @override
     def product(self, input: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         weight, scales, _ = tensors
         codes, scale = quantized(input)
         return self._multiply(codes, weight.t(), scale, scales, input.dtype, fast=True)
 
+    @override
     def input_gradient(self, gradient: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         weight, scales, ones = tensors
         codes, scale = quantized(gradient.float() * scales)
         fast = self._multiplication.fast_gradients
         return self._multiply(codes, weight.t().contiguous().t(), scale, ones, gradient.dtype, fast=fast)
 
+    @override
     def weight_gradient(self, gradient: torch.Tensor, input: torch.Tensor) -> torch.Tensor | None:
         if not self._multiplication.weight_gradient_in_fp8 or gradient.shape[0] % _MULTIPLE:
             return None

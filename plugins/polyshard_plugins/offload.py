@@ -13,6 +13,7 @@ import torch
 from polyshard.errors import ConfigError, DeviceError, did_you_mean
 from polyshard.interfaces import Group, OffloadCapabilities, OffloadManager, PluginContext, UnitSpec, bytes_of
 from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
 
 from .precision import switch
 
@@ -32,14 +33,17 @@ class NoOffload(OffloadManager):
     def __init__(self, context: PluginContext) -> None:
         del context
 
+    @override
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         return shard
 
     @torch.no_grad()
+    @override
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         own_slice.copy_(master)
 
     @torch.no_grad()
+    @override
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         return grad if into is None else into.add_(grad)
 
@@ -94,11 +98,13 @@ class CpuOffload(OffloadManager):
         self._owed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @torch.no_grad()
+    @override
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         """A copy of ``shard`` in host memory. Raises ``DeviceError`` where that memory cannot be page-locked."""
         return self._host_like(unit, shard).copy_(shard)
 
     @torch.no_grad()
+    @override
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         if own_slice.device.type != "cuda":
             own_slice.copy_(master)
@@ -113,6 +119,7 @@ class CpuOffload(OffloadManager):
             self._fetch_cast(unit, master, own_slice)
 
     @torch.no_grad()
+    @override
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         """Send ``grad`` to the host. The returned tensor is ``into``, or new memory that nothing else views."""
         if grad.device.type != "cuda":
@@ -129,18 +136,21 @@ class CpuOffload(OffloadManager):
         self._owed.append((into, arriving))
         return into
 
+    @override
     def begin_forward(self) -> None:
         for master, staging in self._staging.items():
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="polyshard-cast")
             staging.cast = self._thread.submit(staging.fill, master)
 
+    @override
     def await_grad(self, unit: UnitSpec, grad: torch.Tensor) -> None:
         arriving = self._arriving.get(id(grad))
         if arriving is not None:
             arriving[1].synchronize()
 
     @torch.no_grad()
+    @override
     def sync_for_step(self) -> None:
         """Wait for copies from masters and of gradients, then add those gradients that accumulate."""
         for event in self._master_read.values():
@@ -196,27 +206,35 @@ class _Around(OffloadManager):
             )
 
     @property
+    @override
     def capabilities(self) -> OffloadCapabilities:
         return self._inner.capabilities
 
+    @override
     def units_to_park(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
         return self._inner.units_to_park(units)
 
+    @override
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         return self._inner.place(unit, shard)
 
+    @override
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         self._inner.fetch(unit, master, own_slice)
 
+    @override
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         return self._inner.store_grad(unit, grad, into)
 
+    @override
     def await_grad(self, unit: UnitSpec, grad: torch.Tensor) -> None:
         self._inner.await_grad(unit, grad)
 
+    @override
     def begin_forward(self) -> None:
         self._inner.begin_forward()
 
+    @override
     def sync_for_step(self) -> None:
         self._inner.sync_for_step()
 
@@ -237,15 +255,18 @@ class OptimizerOffload(_Around):
         self._kept = KeptSlices()
 
     @property
+    @override
     def capabilities(self) -> OffloadCapabilities:
         return replace(self._inner.capabilities, keeps_values=True)
 
     @torch.no_grad()
+    @override
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         if not self._kept.serve(master, own_slice):
             self._inner.fetch(unit, master, own_slice)
             self._kept.keep(master, own_slice)
 
+    @override
     def begin_forward(self) -> None:
         self._kept.expire()
         self._inner.begin_forward()
@@ -279,6 +300,7 @@ class PartialOffload(_Around):
         self._rule = _rule(units, device_bytes, state_factor, f"offload {context.name!r}")
         super().__init__(context, inner)
 
+    @override
     def units_to_park(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
         return super().units_to_park(self._rule.parked(units))
 

@@ -21,6 +21,7 @@ from polyshard.interfaces import (
     resolve_classes,
 )
 from polyshard.nested import map_tensors
+from typing_extensions import override
 
 #: The value of a setting of a dtype: a name, a ``torch.dtype``, or None where the setting has a meaning for it.
 DtypeSetting = str | torch.dtype | None
@@ -44,6 +45,7 @@ class Unchanged(PrecisionCaster):
     def __init__(self, context: PluginContext) -> None:
         del context
 
+    @override
     def dtypes(self, unit: UnitSpec) -> UnitDtypes:
         return _own_dtype(unit)
 
@@ -111,18 +113,22 @@ class Configured(PrecisionCaster):
         self._settings = settings
         self._left_alone = resolve_classes(leave_alone, f"leave_alone of {self._where}")
 
+    @override
     def dtypes(self, unit: UnitSpec) -> UnitDtypes:
         """The dtypes of ``unit``: its own where the module is left alone or the parameters are not floating-point."""
         if self._is_left_alone(unit) or not unit.master_dtype.is_floating_point:
             return _own_dtype(unit)
         return self._settings_of(unit).dtypes(unit, self._where)
 
+    @override
     def leaves_alone(self, module: torch.nn.Module) -> bool:
         return isinstance(module, self._left_alone)
 
+    @override
     def full_precision_in_eval(self, unit: UnitSpec) -> bool:
         return self._settings_of(unit).full_precision_in_eval
 
+    @override
     def input_cast(self, unit: UnitSpec) -> InputCast | None:
         """A cast to the compute dtype; for a module left alone inside a low-precision model, to its master dtype."""
         settings = self._settings_of(unit)
@@ -132,6 +138,7 @@ class Configured(PrecisionCaster):
             return make_input_cast(unit.master_dtype)
         return make_input_cast(settings.param) if settings.casts_inputs_of(unit) else None
 
+    @override
     def output_cast(self, unit: UnitSpec) -> OutputCast | None:
         """A cast to ``output``; behind a module left alone, back to the dtype in which those around it compute."""
         settings = self._settings_of(unit)
@@ -259,9 +266,11 @@ class Mixed(Configured):
         self.capabilities = PrecisionCapabilities(loss_scaling=scaled)
         self._kept = (keep,) if isinstance(keep, str) else tuple(keep)
 
+    @override
     def keeps_dtype(self, unit: UnitSpec, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._kept)
 
+    @override
     def _settings_of(self, unit: UnitSpec) -> PrecisionSettings:
         for key, settings in self._overrides.items():
             if isinstance(key, type):

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from polyshard.errors import ConfigError, did_you_mean
 from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy, bytes_of, resolve_classes
 from torch import nn
+from typing_extensions import override
 
 from .division import STACK, Division, Homes
 from .module_class import UNCALLED
@@ -76,6 +77,7 @@ class Budget(WrapPolicy):
         self._exclude = resolve_classes(exclude, f"exclude of {where}")
         self._reasons: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
+    @override
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         """Warns of units that are larger than they may be, and cannot be divided."""
         homes = Homes(root, context, self._itemsize)
@@ -88,6 +90,7 @@ class Budget(WrapPolicy):
             self._reasons[module] = self._reason(module, homes, units[module], most, division, context.shards)
         return {module: {} for module in root.modules() if module in division.chosen}
 
+    @override
     def reason(self, module: nn.Module, name: str) -> str:
         return self._reasons.get(module, "")
 
@@ -276,6 +279,7 @@ class Link:
         half = self.latency_s * self.bandwidth_bytes_per_s * shards / (shards - 1)
         return half * share / (1.0 - share)
 
+    @override
     def __str__(self) -> str:
         return f"{self.bandwidth_bytes_per_s / 1e9:g} GB/s and {self.latency_s * 1e6:g} µs"
 

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from polyshard.errors import ConfigError, PluginContractError, PluginNotFoundError
 from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy, resolve_object
 from torch import nn
+from typing_extensions import override
 
 from .functions import Lambda
 from .module_class import ModuleClass
@@ -50,6 +51,7 @@ class Or(WrapPolicy):
         # The policies that chose each module. Weak: a policy may be kept and serve several models.
         self._choosers: WeakKeyDictionary[nn.Module, list[NamedPolicy]] = WeakKeyDictionary()
 
+    @override
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         """Raises ``ConfigError`` where two policies set the same setting of one module to different values, and
         ``PluginContractError`` where one of them does not answer with a mapping.
@@ -78,6 +80,7 @@ class Or(WrapPolicy):
         # A module of another model is a mistake of the policy, which the caller reports: it must not vanish here.
         return ordered | merged
 
+    @override
     def reason(self, module: nn.Module, name: str) -> str:
         rules = ((label, policy.reason(module, name)) for label, policy in self._choosers[module])
         return "; ".join(f"{label}: {rule}" if rule else label for label, rule in rules)

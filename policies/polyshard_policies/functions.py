@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from polyshard.errors import ConfigError, PluginContractError
 from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy, resolve_callable, resolve_classes
 from torch import nn
+from typing_extensions import override
 
 from .module_class import UNCALLED, all_ignored, candidates, counted_parameters
 
@@ -37,6 +38,7 @@ class RecursivePolicy(WrapPolicy):
         # Weak: a policy may be kept and serve several models.
         self._own: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
+    @override
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         chosen = _Descent(self._function, root, context).chosen
         self._own.update(chosen)
@@ -46,6 +48,7 @@ class RecursivePolicy(WrapPolicy):
         """Elements of the parameters in ``module``, which ``plan`` chose, that are in no unit inside of it."""
         return self._own[module]
 
+    @override
     def reason(self, module: nn.Module, name: str) -> str:
         return f"{_name_of(self._function)} answered True for {self._own[module]:,} parameters of its own"
 
@@ -113,6 +116,7 @@ class Size(RecursivePolicy):
         self._exclude = resolve_classes(exclude, f"exclude of {where}")
         super().__init__(self._decide)
 
+    @override
     def reason(self, module: nn.Module, name: str) -> str:
         return f"{self.own_numel(module):,} parameters of its own, min_num_params is {self._min_num_params:,}"
 
@@ -135,6 +139,7 @@ class Lambda(WrapPolicy):
         self._fn = resolve_callable(fn, f"fn of policy {context.name!r}")
         self._recursive = RecursivePolicy(self._fn) if _takes_recurse(self._fn) else None
 
+    @override
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         """Raises ``PluginContractError`` where a function of one module answers neither True nor False."""
         if self._recursive is not None:
@@ -143,6 +148,7 @@ class Lambda(WrapPolicy):
         _warn_of_nothing(chosen, root, "lambda", self._fn, context)
         return chosen
 
+    @override
     def reason(self, module: nn.Module, name: str) -> str:
         if self._recursive is not None:
             return self._recursive.reason(module, name)
@@ -173,6 +179,7 @@ class Custom(WrapPolicy):
         # Weak: a policy may be kept and serve several models.
         self._chosen: WeakKeyDictionary[nn.Module, Mapping[str, Any]] = WeakKeyDictionary()
 
+    @override
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         """Raises ``PluginContractError`` where the function returns anything else."""
         chosen: dict[nn.Module, Mapping[str, Any]] = {}
@@ -192,6 +199,7 @@ class Custom(WrapPolicy):
         _warn_of_nothing(chosen, root, "custom", self._fn, context)
         return chosen
 
+    @override
     def reason(self, module: nn.Module, name: str) -> str:
         settings = ", ".join(f"{key}={value!r}" for key, value in self._chosen[module].items())
         return f"{_name_of(self._fn)} chose it" + (f" with {settings}" if settings else "")

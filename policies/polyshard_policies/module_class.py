@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from polyshard.errors import ConfigError, did_you_mean
 from polyshard.interfaces import UNIT_OVERRIDES, PluginContext, PolicyContext, UnitPlan, WrapPolicy, resolve_classes
 from torch import nn
+from typing_extensions import override
 
 #: Containers without a forward: their gather would never be issued, so their parameters belong to the module around.
 UNCALLED: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -30,6 +31,7 @@ class Never(WrapPolicy):
     def __init__(self, context: PluginContext) -> None:
         del context
 
+    @override
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         return {}
 
@@ -46,6 +48,7 @@ class Always(WrapPolicy):
     def __init__(self, context: PluginContext) -> None:
         del context
 
+    @override
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         counted = counted_parameters(root, context)
         return {
@@ -54,6 +57,7 @@ class Always(WrapPolicy):
             if not isinstance(module, UNCALLED) and not counted.keys().isdisjoint(module.parameters())
         }
 
+    @override
     def reason(self, module: nn.Module, name: str) -> str:
         own = any(True for _ in module.parameters(recurse=False))
         return "it has parameters of its own" if own else "there are parameters in it"
@@ -168,6 +172,7 @@ class ModuleClass(WrapPolicy):
             raise ConfigError(f"no class is given in {self._where}. Name at least one, or take the policy 'never'.")
         self._overrides = Overrides(overrides, context.name)
 
+    @override
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         """Raises ``ConfigError`` where ``root`` has no module of the classes, with the nearest class that it has."""
         # The root is a unit in any case, and ignored modules count as present. One module alone has nothing to choose.
@@ -180,6 +185,7 @@ class ModuleClass(WrapPolicy):
         plan: UnitPlan = {module: {} for _, module in candidates(root, context) if isinstance(module, self._classes)}
         return self._overrides.applied(plan, root, context)
 
+    @override
     def reason(self, module: nn.Module, name: str) -> str:
         own, rule = type(module), ""
         if own in self._classes:
@@ -241,6 +247,7 @@ class NoSplitModules(WrapPolicy):
         # Weak: a policy may be kept and serve several models.
         self._named: WeakSet[nn.Module] = WeakSet()
 
+    @override
     def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
         """Raises ``ConfigError`` where no module names any class, ``root`` has no module of those named, or
         ``leave_out`` has a class that is not named."""
@@ -270,6 +277,7 @@ class NoSplitModules(WrapPolicy):
         self._named.update(plan)
         return self._overrides.applied(plan, root, context)
 
+    @override
     def reason(self, module: nn.Module, name: str) -> str:
         rule = f"class {type(module).__name__} is in the model's {_ATTRIBUTE}" if module in self._named else ""
         return "; ".join(filter(None, (rule, self._overrides.reason(module))))

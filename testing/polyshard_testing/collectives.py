@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import pytest
 from polyshard.interfaces import Collectives, Group
+from typing_extensions import override
 
 from . import collectives_checks as checks
 from .plugin import PluginSuite, fingerprint_of
@@ -48,6 +49,7 @@ class CollectivesSuite(PluginSuite):
 
     _processes: ClassVar[KeptProcesses | None] = None
 
+    @override
     def make(self, rank: Rank) -> Collectives:
         """A newly constructed backend, on the rank that it is to serve.
 
@@ -78,6 +80,7 @@ class CollectivesSuite(PluginSuite):
             return self._processes.of(world_size).run(fn, timeout_s=self.timeout_s)
         return self.start_ranks(world_size, fn)
 
+    @override
     def factory(self) -> Callable[..., Any]:
         """The object that the entry point names: the backend's class. Override it where it is a function."""
         made: type = self.run_ranks(self.world_sizes[0], type)[0]
@@ -96,6 +99,7 @@ class CollectivesSuite(PluginSuite):
         if "world_size" in metafunc.fixturenames:
             metafunc.parametrize("world_size", self.world_sizes)
 
+    @override
     def test_fingerprint_is_text_that_every_rank_has(self) -> None:
         texts = self.run_ranks(max(self.world_sizes), fingerprint_of)
         assert isinstance(texts[0], str | None), f"fingerprint() is {texts[0]!r}"

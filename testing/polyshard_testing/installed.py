@@ -15,6 +15,7 @@ import torch
 from polyshard import registry
 from polyshard.errors import ConfigError, WorldSizeError
 from polyshard.interfaces import Collectives, Group, PluginContext, PolicyContext
+from typing_extensions import override
 
 from .collectives import CollectivesSuite
 from .listener import ListenerSuite
@@ -45,6 +46,7 @@ class InstalledPlugin(PluginSuite):
     def resolved(self) -> registry.Resolved:
         return _resolved(self.group, self.label, self.options)
 
+    @override
     def make(self) -> Any:
         context = plugin_context(device=self.device)
         if self.group is Group.PLUGINS:
@@ -56,6 +58,7 @@ class InstalledPlugin(PluginSuite):
         """Raise the error that keeps the plugin from being made."""
         self.make()
 
+    @override
     def factory(self) -> Callable[..., Any]:
         return self.resolved.factory
 
@@ -69,6 +72,7 @@ class InstalledCollectives(InstalledPlugin, CollectivesSuite):
 
     timeout_s = 20.0
 
+    @override
     def try_making(self) -> None:
         """Raise the error that keeps the plugin from being made for any number of ranks; test with the others."""
         served, refusals = [], []
@@ -87,9 +91,11 @@ class InstalledCollectives(InstalledPlugin, CollectivesSuite):
     def _in_threads(self) -> bool:
         return hasattr(self.factory(), "make_world")
 
+    @override
     def make(self, rank: Rank) -> Collectives:  # type: ignore[override]
         return self._made(rank, plugin_context(device=rank.device))
 
+    @override
     def make_impatient(self, rank: Rank, timeout: timedelta) -> Collectives:
         return self._made(rank, dataclasses.replace(plugin_context(device=rank.device), timeout=timeout))
 
@@ -108,11 +114,13 @@ class InstalledCollectives(InstalledPlugin, CollectivesSuite):
             )
         return made
 
+    @override
     def start_ranks(self, world_size: int, fn: Callable[[Rank], T]) -> list[T]:
         if self._in_threads:
             return run_threads(world_size, fn, self.timeout_s, self.label, self.factory())
         return super().start_ranks(world_size, fn)
 
+    @override
     def _in_kept_ranks(self, world_size: int, fn: Callable[[Rank], T]) -> list[T]:
         return self.start_ranks(world_size, fn) if self._in_threads else super()._in_kept_ranks(world_size, fn)
 
@@ -123,6 +131,7 @@ class InstalledPolicy(InstalledPlugin, PolicySuite):
     model_factory: ClassVar[str] = ""
     """``"package.module:function"`` that builds the model; empty for the suite's own."""
 
+    @override
     def try_making(self) -> None:
         """Raise the error that keeps the policy from being made, or from serving the model."""
         policy = self.make()
@@ -133,6 +142,7 @@ class InstalledPolicy(InstalledPlugin, PolicySuite):
                 f"{error} (--model PKG:FACTORY names what builds the model that it is tested with)"
             ) from error
 
+    @override
     def model(self) -> torch.nn.Module:
         if not self.model_factory:
             return super().model()

@@ -24,6 +24,7 @@ from polyshard.hookspecs import hookimpl
 from polyshard.interfaces import Group, Listener, Observer, UnitEvent, UnitOperation, UnitSpec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from .plugin import Dispatched, LocalPluginSuite, ModuleState, group_of_one, is_collective
 from .training import Block, Model, Values, seeded, tokens
@@ -48,6 +49,7 @@ class _Model(Model):
         self.recomputes = False
         self.fails = False
 
+    @override
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x: torch.Tensor = self.dropout(self.embedding(tokens))
         for block in self.blocks:
@@ -111,6 +113,7 @@ class ListenerSuite(LocalPluginSuite):
 
     group = Group.PLUGINS
 
+    @override
     def make(self) -> object:
         """A newly constructed listener."""
         raise NotImplementedError(f"{type(self).__name__} must override make()")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from polyshard.errors import ConfigError
 from polyshard.interfaces import Group, OffloadManager, UnitSpec
+from typing_extensions import override
 
 from .plugin import LocalPluginSuite, as_rank
 from .training import Training
@@ -37,6 +38,7 @@ class OffloadSuite(LocalPluginSuite):
     """Largest difference from the unsharded model's parameters after three steps in fp32, as a share of the largest
     change: that of the order of sums over two ranks."""
 
+    @override
     def make(self) -> OffloadManager:
         """A newly constructed manager."""
         raise NotImplementedError(f"{type(self).__name__} must override make()")

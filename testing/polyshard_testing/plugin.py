@@ -17,6 +17,7 @@ from polyshard import registry
 from polyshard.interfaces import CURRENT_API, OLDEST_API, Group, PluginContext
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 
 def plugin_context(
@@ -155,6 +156,7 @@ class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note = note
         self._wanted = wanted
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._wanted(func):
             self._note(func)

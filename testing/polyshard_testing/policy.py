@@ -13,6 +13,7 @@ import torch
 from polyshard import registry
 from polyshard.errors import ConfigError
 from polyshard.interfaces import UNIT_OVERRIDES, Group, PolicyContext, WrapPolicy
+from typing_extensions import override
 
 from .plugin import LocalPluginSuite, ModuleState, as_rank
 from .training import Training, seeded, tokens
@@ -30,6 +31,7 @@ class _Block(torch.nn.Module):
         )
         self.dropout = torch.nn.Dropout(0.1)
 
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = x + self.dropout(self.mlp(self.norm(x)))
         return y
@@ -47,6 +49,7 @@ class _Model(torch.nn.Module):
         self.layers.append(self.layers[0])
         self.head = torch.nn.Linear(8, 32)
 
+    @override
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x: torch.Tensor = self.embedding(tokens)
         for layer in self.layers:
@@ -75,6 +78,7 @@ class PolicySuite(LocalPluginSuite):
     """Largest difference from the unsharded model's parameters after three steps, as a share of the largest change. A
     policy that overrides precision needs a larger one."""
 
+    @override
     def make(self) -> WrapPolicy:
         """A newly constructed policy."""
         raise NotImplementedError(f"{type(self).__name__} must override make()")

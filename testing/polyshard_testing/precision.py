@@ -22,6 +22,7 @@ from polyshard.interfaces import (
     UnitSpec,
     WireSpec,
 )
+from typing_extensions import override
 
 from .plugin import LocalPluginSuite, as_rank, plugin_context
 from .training import Training
@@ -56,6 +57,7 @@ class PrecisionSuite(LocalPluginSuite):
     """Largest difference that computing in the caster's dtypes may make of parameters after three steps, as a share of
     the largest change, and of a forward's output, as a share of the largest. Where it computes in fp32, 1e-5 holds."""
 
+    @override
     def make(self) -> PrecisionCaster:
         """A newly constructed caster."""
         raise NotImplementedError(f"{type(self).__name__} must override make()")

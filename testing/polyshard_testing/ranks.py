@@ -36,6 +36,7 @@ from polyshard.errors import (
     WorldSizeError,
 )
 from polyshard.interfaces import Group
+from typing_extensions import override
 
 T = TypeVar("T")
 
@@ -332,6 +333,7 @@ class _NotingPickler(pickle.Pickler):
         super().__init__(file)
         self.modules: dict[str, str] = {}
 
+    @override
     def reducer_override(self, obj: Any) -> Any:
         name = getattr(obj, "__module__", None)
         module = sys.modules.get(name) if isinstance(name, str) else None

@@ -12,6 +12,7 @@ from polyshard import GradScaler
 from polyshard.api import close, shard, unsharded
 from polyshard.config import PluginChoice, ShardConfig
 from torch import nn
+from typing_extensions import override
 
 from .ranks import Rank, run_ranks
 
@@ -36,6 +37,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(width, width)
         self.register_buffer("scale", torch.full((width,), 0.5))
 
+    @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = x + torch.tanh(self.linear(self.norm(x))) * self.scale.to(x.dtype)
         return y
@@ -54,6 +56,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
         self.head = Head(width, 3)
 
+    @override
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x: torch.Tensor = self.embedding(tokens)
         for block in self.blocks:

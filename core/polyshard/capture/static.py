@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+from typing_extensions import override
 
 from ..errors import CaptureError
 from ..nested import differ, fields_of, map_tensors
@@ -143,6 +144,7 @@ class _Container(NamedTuple):
     kind: type
     keys: tuple[object, ...]
 
+    @override
     def __str__(self) -> str:
         keys = self.keys
         size = f"{keys[0]} items" if len(keys) == 1 and isinstance(keys[0], int) else f"keys {list(keys)}"

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from .._torch_private import rebuild_tensor
 
@@ -113,6 +114,7 @@ class _Tensor:
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self._made_of = (dtype, shape)
 
+    @override
     def __reduce__(self) -> tuple[Any, ...]:
         dtype, shape = self._made_of
         strides = torch.empty(shape, device="meta").stride()
@@ -124,6 +126,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=2)
         self._nbytes = nbytes
 
+    @override
     def persistent_id(self, obj: Any) -> Any:
         return ("storage", torch.UntypedStorage, "0", "cpu", self._nbytes) if isinstance(obj, _Storage) else None
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from .._torch_private import StorageInfo
 from ..errors import StateError
@@ -56,6 +57,7 @@ _NAMES: Mapping[str, Any] = {
 class _Unpickler(pickle.Unpickler):
     """Raises StateError for all other names, and imports none."""
 
+    @override
     def find_class(self, module: str, name: str, /) -> Any:
         found = _NAMES.get(f"{module}.{name}")
         if found is None:

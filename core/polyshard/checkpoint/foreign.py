@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from .._torch_private import StorageInfo
 from ..errors import CheckpointDamagedError, ConfigError, StateError
@@ -146,6 +147,7 @@ class ForeignSource(Source):
                 raise self._nothing("optimizer", keys.optimizer)
             self._paths.update(found)
 
+    @override
     def read(self, targets: dict[str, Any]) -> None:
         wanted = {key: target for key, target in targets.items() if key not in self._made}
         # Settings of a flattened state dict are there once a parameter, and one group's must agree.
@@ -174,6 +176,7 @@ class ForeignSource(Source):
                         "has both parameters in one group. Make its groups as they were when it was saved."
                     )
 
+    @override
     def entry(self, key: str) -> Entry | None:
         return self._metadata.tensors.get(key)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from .. import registry
 from ..errors import ConfigError
@@ -287,6 +288,7 @@ class _StageSource(Source):
                 self._inner[mine] = key
                 self._paths[mine] = (*path[:2], name, *path[3:])
 
+    @override
     def read(self, targets: dict[str, Any]) -> None:
         inner = {self._inner.get(key, key): target for key, target in targets.items()}
         self._source.read(inner)
@@ -297,5 +299,6 @@ class _StageSource(Source):
                 value = [name for name, first in self._names.items() if first in set(value) or name in set(value)]
             targets[key] = value
 
+    @override
     def entry(self, key: str) -> Entry | None:
         return self._source.entry(self._inner.get(key, key))

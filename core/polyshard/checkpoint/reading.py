@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from ..errors import CheckpointDamagedError, ConfigError, PolyshardError, StateError
 from ..io.boxes import Box, box_within, row_major, span
@@ -224,6 +225,7 @@ class StoredSource(Source):
         self._paths = {key: path for key, (path, _) in named.items()}
         self._stored = {key: each for key, (_, each) in named.items()}
 
+    @override
     def read(self, targets: dict[str, Any]) -> None:
         fillings: list[Filling] = []
         for key, target in targets.items():
@@ -234,6 +236,7 @@ class StoredSource(Source):
                 targets[key] = self._decoded(stored, fillings)
         fill(self._manifest, fillings)
 
+    @override
     def entry(self, key: str) -> Entry | None:
         stored = self._stored.get(key)
         if not isinstance(stored, StoredTensor):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
+from typing_extensions import override
+
 from ..errors import ConfigError, did_you_mean
 from ..interfaces import Group
 from ..interfaces.options import ALLOWED_PLUGINS, DISABLE_PLUGINS
@@ -124,6 +126,7 @@ class Source:
     where: str = ""
     """``"[shard] of run.toml"``, or the variable's name; empty where nothing more is known."""
 
+    @override
     def __str__(self) -> str:
         return self.where or self.origin.value
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
 import torch
+from typing_extensions import override
 
 from ..errors import ConfigError
 from ..interfaces import ReduceOp
@@ -30,6 +31,7 @@ class GradScaler(torch.amp.GradScaler):
     Arguments, methods and errors are those of torch's.
     """
 
+    @override
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:

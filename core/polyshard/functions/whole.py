@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from .. import _torch_private
 from ..errors import ParameterChangedError, StateError, UnsupportedError, warn_once
@@ -211,12 +212,15 @@ class ToSome(CollectivesDecorator):
     def receives(self) -> bool:
         return self.rank in self.receivers
 
+    @override
     def around(self, inner: Collectives) -> Collectives:
         raise NotImplementedError("gathers to some ranks are among those of a unit")
 
+    @override
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         return self.all_gather_many(((out, shard),))
 
+    @override
     def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
         """One exchange of bytes; where ``receives``, ``out`` of each pair is filled."""
         (out, own), *others = pairs
@@ -509,6 +513,7 @@ class _WholeValues:
     def __deepcopy__(self, memo: dict[int, Any]) -> _WholeValues:
         return self
 
+    @override
     def __reduce__(self) -> tuple[type[_NoValues], tuple[()]]:
         return _NoValues, ()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ..errors import CollectiveError, StateError, UnsupportedError
 from ..functions.torch_functions import replacing_values
@@ -38,9 +39,11 @@ class ShardedModel:
         self._root = root
         self._units: tuple[ShardedUnit, ...] = ()
 
+    @override
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ShardedModel) and other._root is self._root
 
+    @override
     def __hash__(self) -> int:
         return hash(self._root)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ..errors import UnsupportedError
 from ..io.boxes import Box
@@ -83,9 +84,11 @@ class ShardedUnit:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
+    @override
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ShardedUnit) and other._unit is self._unit
 
+    @override
     def __hash__(self) -> int:
         return hash(self._unit)
 

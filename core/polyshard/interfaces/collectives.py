@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
+from typing_extensions import override
 
 from ..errors import different_calls
 
@@ -380,6 +381,7 @@ class CollectivesDecorator(Collectives):
     def __init__(self, inner: Collectives) -> None:
         self.inner = inner
 
+    @override
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         for one, many in _MANY.items():
@@ -391,83 +393,106 @@ class CollectivesDecorator(Collectives):
         """The same decorator, with its settings, around ``inner``: a part of the ranks."""
 
     @property
+    @override
     def capabilities(self) -> CollectivesCapabilities:
         return self.inner.capabilities
 
     @property
+    @override
     def rank(self) -> int:
         return self.inner.rank
 
     @property
+    @override
     def world_size(self) -> int:
         return self.inner.world_size
 
     @property
+    @override
     def device(self) -> torch.device:
         return self.inner.device
 
     @property
+    @override
     def process_group(self) -> Any | None:
         return self.inner.process_group
 
     @property
+    @override
     def reason(self) -> str:
         return self.inner.reason
 
     @property
+    @override
     def replicas(self) -> Collectives | None:
         return self.inner.replicas
 
+    @override
     def allocation(self, role: BufferRole, nbytes: int) -> AbstractContextManager[Any]:
         return self.inner.allocation(role, nbytes)
 
+    @override
     def prepare_capture(self, stream: torch.cuda.Stream, like: torch.cuda.Stream) -> None:
         self.inner.prepare_capture(stream, like)
 
+    @override
     def lease(self, numel: int, dtype: torch.dtype, role: BufferRole) -> torch.Tensor:
         return self.inner.lease(numel, dtype, role)
 
+    @override
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
         return self.inner.all_gather(out, shard)
 
+    @override
     def all_gather_many(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Work:
         return self.inner.all_gather_many(pairs)
 
+    @override
     def reduce_scatter(
         self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
     ) -> Work:
         return self.inner.reduce_scatter(out, full, op=op, scratch=scratch)
 
+    @override
     def reduce_scatter_many(
         self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
     ) -> Work:
         return self.inner.reduce_scatter_many(triples, op=op)
 
+    @override
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         return self.inner.scratch_nbytes(role, numel, wire_dtype, out_dtype)
 
+    @override
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
         return self.inner.all_reduce(tensor, op=op)
 
+    @override
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         return self.inner.broadcast(tensor, src)
 
+    @override
     def all_to_all(
         self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
     ) -> Work:
         return self.inner.all_to_all(out, out_splits, input, in_splits)
 
+    @override
     def announce(self, what: str) -> None:
         self.inner.announce(what)
 
+    @override
     def all_gather_object(self, obj: Any) -> list[Any]:
         return self.inner.all_gather_object(obj)
 
+    @override
     def barrier(self) -> None:
         self.inner.barrier()
 
+    @override
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> Collectives:
         return self.around(self.inner.partition(rank_lists))
 
+    @override
     def close(self) -> None:
         self.inner.close()

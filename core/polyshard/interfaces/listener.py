@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
+from typing_extensions import override
 
 from .units import UnitSpec
 
@@ -107,24 +108,30 @@ class StreamClock(Clock):
         self._device = device
 
     @property
+    @override
     def runs(self) -> bool:
         # An event of a capture belongs to the graph: it is never reached outside.
         return not torch.cuda.is_current_stream_capturing()
 
+    @override
     def stamp(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
+    @override
     def passed(self, stamp: torch.cuda.Event) -> bool:
         return bool(stamp.query())  # type: ignore[no-untyped-call]
 
+    @override
     def wait(self, stamp: torch.cuda.Event) -> None:
         stamp.synchronize()
 
+    @override
     def microseconds(self, first: torch.cuda.Event, then: torch.cuda.Event) -> float:
         return 1000 * float(first.elapsed_time(then))
 
+    @override
     def memory(self) -> tuple[int, int]:
         # One call: each of memory_allocated() and memory_reserved() makes and flattens the whole dictionary again.
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)

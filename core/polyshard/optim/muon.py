@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from .. import _torch_private
 from ..errors import ConfigError, ConfigTypeError
@@ -79,6 +80,7 @@ class Muon(WholeTensorOptimizer):
         }
         super().__init__(params, defaults, dtype)
 
+    @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As for every optimizer of torch.
 
@@ -92,6 +94,7 @@ class Muon(WholeTensorOptimizer):
             self.param_groups.pop()
             raise
 
+    @override
     def contribute(
         self,
         group: Mapping[str, Any],
@@ -109,6 +112,7 @@ class Muon(WholeTensorOptimizer):
         own = [own_values(each) for each in gradients], [own_values(each) for each in places]
         mix(means, *own, group["momentum"], group["nesterov"])
 
+    @override
     def transform(
         self, group: Mapping[str, Any], wholes: torch.Tensor, states: Sequence[dict[str, Any]]
     ) -> torch.Tensor:
@@ -116,10 +120,12 @@ class Muon(WholeTensorOptimizer):
         matrices = wholes.reshape(-1, *wholes.shape[-2:])
         return newton_schulz(matrices, group["ns_steps"], group["ns_coefficients"], group["eps"]).view_as(wholes)
 
+    @override
     def is_stack(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
         """Of three dimensions, the matrices of the last two."""
         return len(shape) == 3
 
+    @override
     def update(
         self,
         group: Mapping[str, Any],
@@ -131,6 +137,7 @@ class Muon(WholeTensorOptimizer):
         own = [own_values(each) for each in parameters], [own_values(each) for each in results]
         go_along(*own, group["lr"], ratio, group["weight_decay"])
 
+    @override
     def work(self, group: Mapping[str, Any], shape: tuple[int, ...]) -> float:
         """Floating-point operations of its orthogonalisation."""
         *stack, rows, columns = shape

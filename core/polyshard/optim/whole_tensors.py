@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from .. import _torch_private
 from ..errors import CollectiveError, PluginContractError, UnsupportedError
@@ -104,19 +105,23 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
                 if index not in brought:
                     self.state.pop(whole.parameter, None)
 
+    @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         self._plans = None
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_dtype": self._dtype, "_kept": self._kept}
 
+    @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         # ``load_state_dict`` calls it too, and an exchange of plans would need all ranks.
         self.__dict__.setdefault("_plans", None)
         super().__setstate__(state)
 
     @torch.no_grad()
+    @override
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step. ``closure``: as for every optimizer of torch.
 

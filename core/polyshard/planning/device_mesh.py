@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary, finalize
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from .. import _torch_private
 from ..errors import CollectiveError
@@ -97,9 +98,11 @@ def _meshed(
 class _Mesh(DeviceMesh):
     """Asks itself for its rank, where ``DeviceMesh`` asks torch's default group."""
 
+    @override
     def get_rank(self) -> int:
         return int(self.mesh[tuple(self.get_coordinate() or ())])
 
+    @override
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         names = self.mesh_dim_names or ()
         dim = names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0
@@ -114,6 +117,7 @@ class _NamedGroup(dist.ProcessGroup):
         self._name = f"polyshard_{next(_numbers)}"
 
     @property
+    @override
     def group_name(self) -> str:  # type: ignore[override, unused-ignore]
         return self._name
 
@@ -124,12 +128,15 @@ class _NamedGroup(dist.ProcessGroup):
 class AloneGroup(_NamedGroup):
     """One rank, which sends nothing."""
 
+    @override
     def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> dist.Work:  # type: ignore[override, unused-ignore]
         return _Ended(tensors)
 
+    @override
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any = None) -> dist.Work:  # type: ignore[override, unused-ignore]
         return _Ended(tensors)
 
+    @override
     def allgather_into_tensor_coalesced(
         self, outs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], options: Any = None
     ) -> dist.Work:
@@ -153,11 +160,13 @@ class CollectivesGroup(_NamedGroup):
         """What it shows."""
         return self._among
 
+    @override
     def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> dist.Work:  # type: ignore[override, unused-ignore]
         """Reduce each of ``tensors`` in place."""
         op = ReduceOp.SUM if options is None else self._op_of(options)
         return self._ended((self._among.all_reduce(each, op=op) for each in tensors), tensors)
 
+    @override
     def allgather_into_tensor_coalesced(
         self, outs: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], options: Any = None
     ) -> dist.Work:
@@ -165,6 +174,7 @@ class CollectivesGroup(_NamedGroup):
         pairs = zip(outs, shards, strict=True)
         return self._ended((self._among.all_gather(out.view(-1), _flat(shard)) for out, shard in pairs), outs)
 
+    @override
     def reduce_scatter_tensor_coalesced(  # type: ignore[override, unused-ignore]
         self, outs: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], options: Any
     ) -> dist.Work:
@@ -175,10 +185,12 @@ class CollectivesGroup(_NamedGroup):
         works = (self._among.reduce_scatter(out.view(-1), full.clone().view(-1), op=op) for out, full in pairs)
         return self._ended(works, outs)
 
+    @override
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> dist.Work:  # type: ignore[override, unused-ignore]
         """Overwrite each of ``tensors`` with that of one rank."""
         return self._ended((self._among.broadcast(each, options.rootRank) for each in tensors), tensors)
 
+    @override
     def alltoall_base(
         self,
         out: torch.Tensor,
@@ -228,15 +240,19 @@ class _Ended(dist.Work):
         super().__init__()
         self._tensors = list(tensors)
 
+    @override
     def wait(self, timeout: Any = None) -> bool:
         return True
 
+    @override
     def is_completed(self) -> bool:
         return True
 
+    @override
     def result(self) -> list[torch.Tensor]:
         return self._tensors
 
+    @override
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result(self._tensors)

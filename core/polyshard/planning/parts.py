@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from .. import _torch_private
 from ..errors import ParameterError
@@ -152,6 +153,7 @@ class TensorPart(LeafForm):
             whole = whole.narrow(dim, start, size)
         return whole
 
+    @override
     def as_leaf(self, local: torch.Tensor) -> torch.Tensor:
         """A ``DTensor`` over the memory of ``local`` (``sizes``)."""
         return dtensor_leaf(local, self.mesh, self.placements, self.shape, self.stride)
@@ -163,6 +165,7 @@ class TensorPart(LeafForm):
         return found
 
     @torch.no_grad()
+    @override
     def own(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``value``, a ``DTensor``: its local tensor, once it is placed as the parameter is.
 

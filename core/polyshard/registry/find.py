@@ -23,6 +23,7 @@ from importlib.metadata import Distribution, EntryPoint, EntryPoints
 from typing import Any, cast
 
 from stevedore import DriverManager
+from typing_extensions import override
 
 from ..config import PluginSpec, did_you_mean
 from ..errors import (
@@ -331,6 +332,7 @@ class _LiveDriverManager(DriverManager[Any]):
         self._live = [offer.entry_point]
         super().__init__(group.value, offer.name, invoke_on_load=False)
 
+    @override
     def list_entry_points(self) -> list[EntryPoint]:
         return self._live
 

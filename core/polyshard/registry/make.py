@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from ..config import PluginChoice, PluginSpec, did_you_mean
 from ..errors import ConfigError, PluginContractError, PluginLoadError, PolyshardError, StateError
@@ -218,6 +219,7 @@ class UsedPlugin:
         """One line for people: what collectives chose by themselves until now, and why; empty for other plugins."""
         return self.instance.reason if isinstance(self.instance, Collectives) else ""
 
+    @override
     def __str__(self) -> str:
         origin = f"{self.distribution} {self.version}" if self.distribution else "an object of the program"
         inside = ", ".join(map(str, self.inner))

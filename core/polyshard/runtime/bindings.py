@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from .. import _torch_private
 from ..planning.plan import ManagedParameter
@@ -101,6 +102,7 @@ class LazyParameters(dict[str, Any]):
     #: Lets modules see whole parameters, called with the name of the one that is read; None where they do or need not.
     gather: Callable[[str], None] | None = None
 
+    @override
     def __getitem__(self, name: str) -> Any:
         if self.gather is not None:
             # The compiler may trace this call, or run it and compile its callees: it sees collectives in neither case.

@@ -7,6 +7,7 @@ from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
 import torch
+from typing_extensions import override
 
 from .. import _torch_private
 from ..nested import distinct_tensors, iter_hidden_tensors, iter_tensors, map_tensors
@@ -27,6 +28,7 @@ class Boundary(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(ctx: Any, callback: Hook, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``tensors`` as new tensors over the same memory: an in-place first operation on an input itself raises."""
         ctx.callback = callback
@@ -34,10 +36,12 @@ class Boundary(torch.autograd.Function):
         return (tensors[0].detach(),) if len(tensors) == 1 else tuple(map(_detached, tensors))
 
     @staticmethod
+    @override
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return tangents
 
     @staticmethod
+    @override
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         again = ctx.callback()
         if again is None:
@@ -74,12 +78,14 @@ class _Adopt(torch.autograd.Function):
     """Gives ``tensor``, in place, the history of ``changed``, which lies in the same memory."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, tensor: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
         """``tensor`` itself: no memory is written."""
         ctx.mark_dirty(tensor)
         return tensor
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, gradient
 

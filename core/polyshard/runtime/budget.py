@@ -25,6 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
+from typing_extensions import override
 
 from ..interfaces import Collectives
 from .module_state import ModuleState
@@ -62,9 +63,11 @@ class CudaMemory(MemoryMeter):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    @override
     def peak_allocated(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
 
+    @override
     def default_budget(self) -> int:
         """The peak and the free memory of the device, less ``MARGIN`` of the whole.
 
@@ -73,6 +76,7 @@ class CudaMemory(MemoryMeter):
         free, total = torch.cuda.mem_get_info(self._device)
         return self.peak_allocated() + max(0, free - int(MARGIN * total))
 
+    @override
     def footprint(self, nbytes: int) -> int:
         """``nbytes`` in whole blocks; large ones may carry a rest that the allocator does not split off."""
         return -(-nbytes // _BLOCK) * _BLOCK + (_UNSPLIT if nbytes >= _UNSPLIT else 0)
@@ -84,6 +88,7 @@ class PlannedMemory(MemoryMeter):
     def __init__(self, planned: Callable[[], int]) -> None:
         self._planned = planned
 
+    @override
     def peak_allocated(self) -> int:
         return self._planned()
 

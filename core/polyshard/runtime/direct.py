@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.nn import functional
+from typing_extensions import override
 
 from .. import _torch_private
 from ..planning import thresholds
@@ -97,6 +98,7 @@ class DirectLinear(torch.autograd.Function):
     """
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         x: torch.Tensor,
@@ -118,6 +120,7 @@ class DirectLinear(torch.autograd.Function):
         return output
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, key = ctx.saved_tensors
         of_x = of_weight = of_bias = None

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from .. import _torch_private
 from ..errors import (
@@ -55,6 +56,7 @@ class ExtendedUnit(PlacedUnit):
         #: What the parameters' methods are given; told while names are those in the module.
         self.arguments = self.placed.extension_arguments(self.parameters[0], self.spec.master_dtype, self.dtypes)
 
+    @override
     def _make_originals(self) -> MasterViews:
         self.views = ExtendedParameters(self)
         return self.views
@@ -66,6 +68,7 @@ class ExtendedUnit(PlacedUnit):
         return self.views.own
 
     @property
+    @override
     def lacks_values(self) -> bool:
         return any(map(_is_meta, self.own_tensors))
 
@@ -89,9 +92,11 @@ class ExtendedUnit(PlacedUnit):
         for each in () if found is None else found.inner:
             yield each, getattr(self.own_tensors[index], each.attribute).detach()
 
+    @override
     def _make_buffer(self, dtype: torch.dtype) -> FlatBuffer:
         return LaneBuffer(self, dtype)
 
+    @override
     def _with_versions(self) -> list[torch.Tensor]:
         return list(self.leaves)
 
@@ -102,14 +107,17 @@ class ExtendedUnit(PlacedUnit):
         return self.buffer
 
     @property
+    @override
     def gathered_nbytes(self) -> int:
         """Of lanes, and of what is made out of them; before the first gather, as if they were in compute dtype."""
         return (self.prepared and self.lanes.nbytes) or super().gathered_nbytes
 
     @property
+    @override
     def own_nbytes(self) -> int:
         return sum(inner.nbytes for own in self.own_tensors for inner in inner_tensors(own))
 
+    @override
     def _arrived(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         whole = torch.cat([out for out, _ in self.buffer.pairs]) if self.buffer.pairs else torch.empty(0)
         return whole, whole, None
@@ -120,6 +128,7 @@ class ExtendedUnit(PlacedUnit):
         self.buffer.views[:] = leaves
         self._bind(self.buffer)
 
+    @override
     def take_gradients(self) -> list[torch.Tensor | None]:
         return [gradient if gradient is None else _plain(gradient) for gradient in super().take_gradients()]
 
@@ -132,6 +141,7 @@ class ExtendedParameters(PlacedParameters):
         """The local tensors."""
         return self._views
 
+    @override
     def _part(self, index: int) -> torch.Tensor:
         unit, original = self._unit, self._unit.parameters[index].original
         if is_dtensor(original):
@@ -143,6 +153,7 @@ class ExtendedParameters(PlacedParameters):
             return _cut(parameter, unit.ranks.shard_rank, unit.layout.world_size, unit.spec.device)
         return rows
 
+    @override
     def retrained(self) -> bool:
         before = self._trained
         changed = super().retrained()
@@ -153,6 +164,7 @@ class ExtendedParameters(PlacedParameters):
                     refuse_untrainable(own_rows(own.detach(), 0, 1), where)
         return changed
 
+    @override
     def expose(self) -> None:
         before, self._views = self._views, [self._part(index) for index in range(len(self.tensors))]
         for index, (placed, view) in enumerate(zip(self.tensors, self._views, strict=True)):
@@ -160,6 +172,7 @@ class ExtendedParameters(PlacedParameters):
                 # Its data cannot be exchanged: there is no memory but that of the tensors inside.
                 self.locals[index] = nn.Parameter(view, requires_grad=placed.requires_grad)
 
+    @override
     def _take_values(self, found: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
         unit = self._unit
         if dtype != unit.master.dtype:
@@ -203,6 +216,7 @@ class LaneBuffer(FlatBuffer):
         ]
         self._storages = []
 
+    @override
     def attach(self) -> None:
         """Ask the parameters what they send, and bring that together, on the current stream."""
         # What fails halfway is released.
@@ -216,6 +230,7 @@ class LaneBuffer(FlatBuffer):
                 for parameter, own in zip(self._parameters, self._unit.own_tensors, strict=True):
                     parameter.send(own)
 
+    @override
     def holds(self, tensor: torch.Tensor) -> bool:
         if not self.attached or tensor.is_meta:
             return False

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from .. import _torch_private
 from ..errors import StateError
@@ -119,6 +120,7 @@ class _Gradient:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
 
+    @override
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nothing, ()
 
@@ -135,7 +137,7 @@ def _viewing() -> type[nn.Parameter]:
     class FlatDTensor(DTensor):
         _polyshard_gradient: _Gradient
 
-        @property
+        @property  # type: ignore[explicit-override]  # mypy sees no override of a property that has a setter
         def grad(self) -> torch.Tensor | None:
             return self._polyshard_gradient.read()
 
@@ -143,6 +145,7 @@ def _viewing() -> type[nn.Parameter]:
         def grad(self, value: torch.Tensor | None) -> None:
             self._polyshard_gradient.write(value)
 
+        @override
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             spec: Any = self._spec
             local = copy.deepcopy(_torch_private.local_tensor(self).detach(), memo)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from typing_extensions import override
 
 from ..errors import PluginContractError, StateError
 from ..interfaces import SLICE_ALIGNMENT_BYTES, LinearForm
@@ -87,6 +88,7 @@ class FormBuffer(FlatBuffer):
                 )
             self.release()
 
+    @override
     def encode(self, shard: torch.Tensor) -> None:
         """Write ``shard`` (``[shard_numel]``, master dtype) into this rank's part of each lane."""
         with torch.no_grad():
@@ -177,6 +179,7 @@ class FormedLinear(torch.autograd.Function):
     """A linear layer by its form: products and gradients are the form's, reshapes and the bias are not."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any,
         x: torch.Tensor,
@@ -198,6 +201,7 @@ class FormedLinear(torch.autograd.Function):
         return output.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradients of ``x``, ``weight`` and ``bias``, where they need one."""
         x, key, *tensors = ctx.saved_tensors

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ..errors import StateError
 from .guards import refuse_escape
@@ -49,12 +50,14 @@ class GroupedState(ModuleState):
         self.left = self.computes_otherwise = False
         return True
 
+    @override
     def end_forward(self) -> None:
         if self.to_run:
             self.to_run.clear()
             self.reshard(self.execution_order.turns_at(self))
         super().end_forward()
 
+    @override
     def reset(self) -> None:
         self.to_run.clear()
         super().reset()
@@ -65,6 +68,7 @@ class GroupedHooks(ForwardHooks):
 
     module_state: GroupedState
 
+    @override
     def _begin(self, root: Root, records: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if root.phase is not Phase.FORWARD and root.module_states[0] is self.module_state:
             self._refuse_root()
@@ -79,6 +83,7 @@ class GroupedHooks(ForwardHooks):
             "Call fully_shard on a module that contains all of them."
         )
 
+    @override
     def _computes_otherwise(self) -> bool:
         self.module_state.computes_otherwise |= super()._computes_otherwise()
         return self.module_state.computes_otherwise
@@ -92,6 +97,7 @@ class GroupedHooks(ForwardHooks):
             state.to_run.clear()
         return bool(state.to_run)
 
+    @override
     def _end(self, root: Root, output: Any) -> None:
         if not self._continues(root):
             super()._end(root, output)
@@ -102,6 +108,7 @@ class GroupedHooks(ForwardHooks):
         released = [unit for unit in state.units if unit.releases(False)]
         refuse_escape(released, output, state.name)
 
+    @override
     def _end_record(self, root: Root) -> None:
         state = self.module_state
         if state.left and torch.is_grad_enabled():
@@ -109,6 +116,7 @@ class GroupedHooks(ForwardHooks):
         super()._end_record(root)
         state.left |= torch.is_grad_enabled()
 
+    @override
     def _give_up(self, root: Root, recomputes: bool) -> None:
         if recomputes or not self._continues(root):
             super()._give_up(root, recomputes)

@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from ..errors import StateError, UnshardedUseError
 from ..interfaces import InputCast, OutputCast, UnitEvent, UnitOperation
@@ -369,6 +370,7 @@ class ModuleState:
             "For averaged weights, as of AveragedModel, use polyshard.optim.AveragedWeights."
         )
 
+    @override
     def __reduce__(self) -> NoReturn:
         raise StateError(
             f"A sharded module cannot be pickled ({self._label_and_rank}). Save a state dict instead: with "

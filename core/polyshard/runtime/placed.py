@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from .. import _torch_private
 from ..errors import DeviceError, ParameterChangedError, ParameterMovedError, StateError
@@ -78,16 +79,19 @@ class PlacedUnit(Unit):
         self.answers_state_dicts, self.keeps_whole = placed.answers_state_dicts, placed.keeps_whole
         super().__init__(*args, **kwargs)
 
+    @override
     def _make_originals(self) -> MasterViews:
         #: What modules and optimizers hold.
         self.views = PlacedParameters(self)
         return self.views
 
+    @override
     def _use_master(self, master: torch.Tensor) -> None:
         #: Whether the parameters are not where they belong: asked in each forward.
         self.is_elsewhere = master.device != self.belongs_on
         super()._use_master(master)
 
+    @override
     def _make_bindings(self) -> Bindings:
         bindings = super()._make_bindings()
         whole = [(leaf, each.names[0]) for leaf, each in zip(self.leaves, self.parameters, strict=True)]
@@ -95,6 +99,7 @@ class PlacedUnit(Unit):
         replaced_parameters.add(whole, "a DTensor of this rank's part", rank, ", and behind reshard()")
         return bindings
 
+    @override
     def _make_gradients(self) -> Gradients:
         targets, placed = self.originals.gradient_targets, self.views.placed
         gradients = Gradients(self, self.layout, self.dtypes, targets, self.keeper, placed)
@@ -107,9 +112,11 @@ class PlacedUnit(Unit):
             gradients.send_sums_whole()
         return gradients
 
+    @override
     def local(self, slot: int) -> nn.Parameter:
         return self.views.locals[slot]
 
+    @override
     def flatten(self) -> list[nn.Parameter]:
         """One 1-D parameter over the whole master; the parameters themselves where some are parts of larger tensors.
 
@@ -133,6 +140,7 @@ class PlacedUnit(Unit):
         what = f"unit '{self.name}'" if slot is None else f"'{self.parameters[slot].names[0]}'"
         return f"{what} on rank {self.ranks.world.rank}"
 
+    @override
     def adopt_changes(self) -> None:
         if self.views.changed:
             self.take_over()
@@ -326,6 +334,7 @@ class PlacedParameters(MasterViews):
         return self._dtensor(local, flat.spec if index is None and flat is not None else self._specs[index or 0])
 
     @property
+    @override
     def gradient_targets(self) -> list[GradientTarget]:
         # Those without elements too: torch's functions for gradients need a DTensor on each rank.
         targets, end = [], 0
@@ -337,16 +346,19 @@ class PlacedParameters(MasterViews):
         return sorted(targets, key=lambda target: target.offset)
 
     @property
+    @override
     def trained(self) -> list[bool]:
         return list(map(_is_trained, self.tensors))
 
     @property
+    @override
     def versions(self) -> Sequence[int]:
         # A DTensor has one of its own, which operations on it move, and that of its local tensor stays.
         flat = self._unit.flat
         beside = () if flat is None else (flat.parameter, flat.local)
         return [each._version for each in (*self.tensors, *self._views, *self.locals, *beside)]
 
+    @override
     def expose(self) -> None:
         with torch.inference_mode(False):
             self._views = [self._part(index) for index in range(len(self.tensors))]
@@ -480,9 +492,11 @@ class PlacedParameters(MasterViews):
             module._parameters[key] = placed
         return True
 
+    @override
     def adopt_changes(self) -> bool:
         return self.retrained()
 
+    @override
     def retrained(self) -> bool:
         trained = list(map(_is_trained, self.tensors))
         changed = trained != self._trained
@@ -492,6 +506,7 @@ class PlacedParameters(MasterViews):
         self._trained = trained
         return changed
 
+    @override
     def take_trained(self, leaves: Sequence[torch.Tensor]) -> bool:
         found = list(map(_is_trained, leaves))
         if found == self._trained:
@@ -501,6 +516,7 @@ class PlacedParameters(MasterViews):
                 placed.requires_grad_(trained)
         return self.retrained()
 
+    @override
     def refuse_changes(self, *, held: bool) -> None:
         """Raise for parameters replaced between forward and backward: autograd has saved the old ones.
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
+from typing_extensions import override
 
 from ..errors import (
     CollectiveAbortedError,
@@ -198,6 +199,7 @@ class Issued:
     def _phase(self) -> str | None:
         return None if self.backward is None else "backward" if self.backward else "forward"
 
+    @override
     def __str__(self) -> str:
         names = ", ".join(f"'{unit.label}'" for unit in self.units)
         over = " and ".join(dict.fromkeys(unit.ranks for unit in self.units if unit.ranks))

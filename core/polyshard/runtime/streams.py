@@ -44,6 +44,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from .. import _torch_private
 from ..errors import CollectiveAbortedError, CollectiveError, CollectiveTimeoutError, PolyshardError
@@ -170,6 +171,7 @@ class HostStreams(CommStreams):
         super().__init__()
         self._gathers: dict[FlatBuffer, _Batch] = {}
 
+    @override
     def gather(self, units: Sequence[Gatherable]) -> None:
         masters, entry = start_masters(units), self.recorder.last
         if masters:
@@ -183,6 +185,7 @@ class HostStreams(CommStreams):
         for unit in units:
             self._gathers[unit.buffer] = batch
 
+    @override
     def arrive(self, unit: Gatherable) -> None:
         batch = self._gathers.get(unit.buffer)
         if batch is None:
@@ -195,16 +198,19 @@ class HostStreams(CommStreams):
             if other.observers:
                 end_gather(other)
 
+    @override
     def release(self, unit: Gatherable) -> None:
         if unit.buffer in self._gathers:
             self.arrive(unit)
         unit.buffer.release()
 
+    @override
     def keep(self, unit: Gatherable, part: SecondaryShard) -> None:
         self.arrive(unit)
         part.fill()
         unit.buffer.release()
 
+    @override
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
         if self._reductions:
             work, _, entry = self._reductions[-1]
@@ -237,6 +243,7 @@ class HostStreams(CommStreams):
         if entry is not None:
             entry.ended = time.monotonic()
 
+    @override
     def give_up(self) -> None:
         if self.recorder.failure is not None:
             # They do not end in time, if ever. The memory that they read and write stays alive until then.
@@ -252,6 +259,7 @@ class HostStreams(CommStreams):
         self._gathers.clear()
         wait_quietly(work for batch in batches for work in batch.works)
 
+    @override
     def _retire_oldest(self) -> None:
         work, reduction, entry = self._reductions.popleft()
         self._end((work,), entry)
@@ -295,9 +303,11 @@ class CudaStreams(CommStreams):
         # its first use in it, and waiting for one that has not joined is an error.
         self._gathers = self._reduces = False
 
+    @override
     def clock(self) -> Clock:
         return StreamClock(torch.device("cuda", self._device))
 
+    @override
     def begin_forward(self) -> None:
         current = self._current()
         self._gather_stream.wait_stream(current)
@@ -311,6 +321,7 @@ class CudaStreams(CommStreams):
         self._released.clear()
         self._drained_on = None
 
+    @override
     def gather(self, units: Sequence[Gatherable]) -> None:
         stream = self._gather_stream
         self._gathers = True
@@ -343,6 +354,7 @@ class CudaStreams(CommStreams):
                 self._expect_no_more(unit)
             self._arriving[unit.buffer] = arrival
 
+    @override
     def arrive(self, unit: Gatherable) -> None:
         arrival = self._arriving.get(unit.buffer)
         if arrival is None:
@@ -358,6 +370,7 @@ class CudaStreams(CommStreams):
             arrival.on = current.cuda_stream
         self._expect_no_more(unit)
 
+    @override
     def follow(self) -> None:
         # No event is left to wait for: that of a gather is recorded anew once all of its units have arrived.
         if self._gathers:
@@ -370,6 +383,7 @@ class CudaStreams(CommStreams):
             # Recorded again only now: a wait is for the latest recording at the time it is issued.
             self._spare.append(arrival.event)
 
+    @override
     def release(self, unit: Gatherable) -> None:
         if unit.buffer in self._arriving:
             self._expect_no_more(unit)
@@ -383,6 +397,7 @@ class CudaStreams(CommStreams):
             self._released[stream.cuda_stream] = stream, stream.record_event()
         unit.buffer.release()
 
+    @override
     def keep(self, unit: Gatherable, part: SecondaryShard) -> None:
         if unit.buffer in self._arriving:
             self._expect_no_more(unit)
@@ -399,6 +414,7 @@ class CudaStreams(CommStreams):
             self._cuda.set_stream(current)
         unit.buffer.release()
 
+    @override
     def reduce(self, reduction: Reduction, taken_at: Sequence[object]) -> None:
         before, stream = self._current(), self._reduce_stream
         self._reduces = True
@@ -415,6 +431,7 @@ class CudaStreams(CommStreams):
             self._cuda.set_stream(before)
             self._reductions.append((event, (before, *_others(taken_at, before)), reduction.retire, written))
 
+    @override
     def drain(self) -> None:
         super().drain()
         current = self._current()
@@ -433,12 +450,15 @@ class CudaStreams(CommStreams):
         self._gathers = self._reduces = False
         self._drained_on = current
 
+    @override
     def busy(self) -> bool:
         return not (self._gather_stream.query() and self._reduce_stream.query())
 
+    @override
     def here(self) -> object:
         return self._current()
 
+    @override
     def between(self, places: Sequence[object]) -> AbstractContextManager[Any]:
         current = self._current()
         others = _others(places, current)
@@ -452,6 +472,7 @@ class CudaStreams(CommStreams):
             stream = self._seen[key] = self._cuda.current_stream(self._device)
         return stream
 
+    @override
     def _retire_oldest(self) -> None:
         event, takers, retire, _written = self._reductions.popleft()
         if self.waits is not None:

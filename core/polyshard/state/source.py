@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from typing_extensions import override
 
 from ..errors import ConfigError, ConfigTypeError
 from ..inspect import ShardedParameter, is_dtensor, local_of, taken_apart
@@ -170,12 +171,14 @@ class StateDictSource(Source):
             if is_dtensor(value) and not _placed_alike(value, placed.get(_parameter_of(self._paths[key])))
         }
 
+    @override
     def entry(self, key: str) -> Entry | None:
         value = self._values.get(key)
         if not isinstance(value, torch.Tensor):
             return None
         return Entry(tuple(value.shape), value.dtype, [Box.whole(value.shape)])
 
+    @override
     def read(self, targets: dict[str, Any]) -> None:
         with torch.no_grad():
             for key, target in targets.items():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from polyshard._version import __version__
 from polyshard.errors import did_you_mean
+from typing_extensions import override
 
 if TYPE_CHECKING:
     #: The result of ``ArgumentParser.add_subparsers``.
@@ -44,10 +45,12 @@ it has plugins of polyshard; otherwise a new folder polyshard-NAME is made. "col
 class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong, without the usage: that has dozens of lines, and scrolls the error away."""
 
+    @override
     def error(self, message: str) -> NoReturn:
         stop = "" if message.endswith("?") else "."
         self.exit(2, f"{self.prog}: {message.removesuffix('.')}{stop} See {self.prog} --help.\n")
 
+    @override
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         # Before what is missing is told of: that may be what was misspelt.
         for word in args:
@@ -66,6 +69,7 @@ class Parser(argparse.ArgumentParser):
         near = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
         self.error(f"unrecognized arguments: {' '.join(unknown)}.{near}")
 
+    @override
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)

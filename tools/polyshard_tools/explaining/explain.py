@@ -35,6 +35,7 @@ from polyshard.setup.plugins import compute_device, policy_choice, refuse_unserv
 from polyshard.setup.request import Request
 from polyshard.setup.shard import plan_shards
 from torch import nn
+from typing_extensions import override
 
 from .explanation import ExplainedParameter, ExplainedPlugin, ExplainedUnit, Explanation, Value
 
@@ -168,6 +169,7 @@ class WatchedPolicy(WrapPolicy):
         self.policy = policy
         self.chosen: UnitPlan = {}
 
+    @override
     def plan(self, root: Any, context: Any) -> UnitPlan:
         chosen = self.policy.plan(root, context)
         if isinstance(chosen, Mapping):
@@ -323,6 +325,7 @@ class StoodInPlugins(ChosenPlugins):
 
     workbench: Workbench
 
+    @override
     def override(self, group: Group, choice: PluginChoice) -> registry.Constructed:
         return self.workbench.construct(group, choice, self.context)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
+from typing_extensions import override
 
 from ._torch_private import argument, attention, tree_leaves
 from .recording import Bound, StepRecorder
@@ -143,6 +144,7 @@ class _RmsNorm(torch.autograd.Function):
     """``rms_norm`` as one CUDA kernel, which saves its input, the weight, and fp32 reciprocals of the rows' roots."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, dimensions: int, recorder: StepRecorder
     ) -> torch.Tensor:
@@ -155,6 +157,7 @@ class _RmsNorm(torch.autograd.Function):
         return normed
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         input, weight, _ = ctx.saved_tensors
         of_input = torch.empty_like(input, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None

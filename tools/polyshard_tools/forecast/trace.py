@@ -27,6 +27,7 @@ from polyshard.interfaces import BufferRole, PluginContext, ReduceOp, Work
 from polyshard_backends.fake import FakeCall, FakeCollectives
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from ._torch_private import TorchDispatchMode, tree_leaves
 from .kernels import fused_as_on_cuda, note_operation
@@ -247,6 +248,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self.ledger = ledger
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             # What a DTensor makes of it is seen in its place: operations on this rank's part.
@@ -314,6 +316,7 @@ class RecordedCollectives(FakeCollectives):
         self.span = Span(members, () if sizes is None else _over(members, sizes))
         self.record = self._tell
 
+    @override
     def reduce_scatter_many(
         self, triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], *, op: ReduceOp
     ) -> Work:
@@ -334,9 +337,11 @@ class RecordedCollectives(FakeCollectives):
                 nbytes = sum(call.sent_nbytes for call in calls)
             self._recorder.transfer(Operation(operation), nbytes, self.span, len(calls))
 
+    @override
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         return 0 if wire_dtype is out_dtype else numel * wire_dtype.itemsize
 
+    @override
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> RecordedCollectives:
         own = next(ranks for ranks in rank_lists if 0 in ranks)
         return RecordedCollectives(self._recorder, [self.span.members[each] for each in own], self._sizes)

@@ -12,6 +12,7 @@ import torch
 from polyshard.config import did_you_mean
 from polyshard.errors import ConfigError
 from torch import nn
+from typing_extensions import override
 
 from ._torch_private import tree_map
 from .recording import Bound, Kind, Ledger, StepRecorder, own_part
@@ -139,9 +140,11 @@ class FusedAdamW(OptimizerModel):
 
     states: int = 2
 
+    @override
     def standing_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
         return self.states * sum(own_part(parameter).nbytes for parameter in parameters)
 
+    @override
     def step(self, parameters: Sequence[nn.Parameter], recorder: StepRecorder, ledger: Ledger) -> None:
         given = [
             (own_part(parameter), own_part(parameter.grad)) for parameter in parameters if parameter.grad is not None
@@ -161,12 +164,14 @@ class RunOptimizer(OptimizerModel):
         self._label = label
         self._optimizer: torch.optim.Optimizer | None = None
 
+    @override
     def state_nbytes(self, parameters: Sequence[nn.Parameter]) -> int:
         states = {} if self._optimizer is None else self._optimizer.state
         held = [value for each in parameters for value in states.get(each, {}).values()]
         parts = (own_part(value) for value in held if isinstance(value, torch.Tensor))
         return sum(part.nbytes for part in parts if part.is_meta)
 
+    @override
     def step(self, parameters: Sequence[nn.Parameter], recorder: StepRecorder, ledger: Ledger) -> None:
         try:
             if self._optimizer is None:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 
+from typing_extensions import override
+
 from ...errors import ConfigError
 from ...io.files import naming, opened, sync_directory, write_at
 from .contract import LOCK, MARKER, MOST_OF_LOCK, Attempt, Holder, InputFile, JobLock, OutputFile, Storage, is_written
@@ -35,12 +37,15 @@ class LocalStorage(Storage[Path]):
 
     errors_pass = False
 
+    @override
     def exists(self, path: Path) -> bool:
         return os.path.lexists(path)
 
+    @override
     def names(self, folder: Path) -> list[str]:
         return sorted(os.listdir(folder)) if folder.is_dir() else []
 
+    @override
     def sizes(self, directory: Path) -> dict[str, int]:
         found = {}
         for path in directory.iterdir():
@@ -49,10 +54,12 @@ class LocalStorage(Storage[Path]):
                 found[path.name] = path.stat().st_size
         return found
 
+    @override
     def opened(self, directory: Path, name: str, size: int | None = None) -> AbstractContextManager[InputFile]:
         return opened(directory, name, size)
 
     @contextmanager
+    @override
     def created(self, path: Path, size: int) -> Iterator[OutputFile]:
         with naming(path):
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -62,10 +69,12 @@ class LocalStorage(Storage[Path]):
             finally:
                 os.close(descriptor)
 
+    @override
     def write_whole(self, path: Path, content: bytes) -> None:
         with self.created(path, len(content)) as file:
             file.write([memoryview(content)], 0)
 
+    @override
     def replace_whole(self, path: Path, content: bytes) -> None:
         temporary = path.with_name(f"{path.name}.tmp")
         with naming(temporary):
@@ -73,12 +82,15 @@ class LocalStorage(Storage[Path]):
             self.write_whole(temporary, content)
             temporary.replace(path)
 
+    @override
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
 
+    @override
     def remove_tree(self, directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
+    @override
     def discard(self, directory: Path) -> None:
         if directory.is_symlink():
             return
@@ -90,11 +102,13 @@ class LocalStorage(Storage[Path]):
             with suppress(OSError):
                 directory.rmdir()
 
+    @override
     def claim(self, folder: Path) -> LocalJobLock:
         _make_folder(folder)
         return LocalJobLock(folder)
 
     @contextmanager
+    @override
     def attempt(self, folder: Path, name: str | None) -> Iterator[LocalAttempt]:
         """As the contract says. ``name``: None for what is never committed."""
         _make_folder(folder)
@@ -107,9 +121,11 @@ class LocalStorage(Storage[Path]):
         with closing(LocalAttempt(folder, name)) as attempt:
             yield attempt
 
+    @override
     def beat(self, attempt: Path) -> None:
         os.utime(attempt)
 
+    @override
     def beat_of(self, attempt: Path) -> object:
         try:
             return attempt.stat().st_mtime_ns
@@ -167,6 +183,7 @@ class LocalAttempt(Attempt[Path]):
             self.path.mkdir()
             self._lock = _lock(self.path, wait=True)
 
+    @override
     def commit(self, marker: bytes) -> None:
         LocalStorage().replace_whole(self.path / MARKER, marker)
         sync_directory(self.path)
@@ -190,6 +207,7 @@ class LocalAttempt(Attempt[Path]):
                 self.committed = False
             raise
 
+    @override
     def close(self) -> None:
         if not self.committed and not self.stays:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -238,11 +256,13 @@ class LocalJobLock(JobLock[Path]):
                 raise
 
     @property
+    @override
     def held(self) -> bool:
         # Where another model of this process had it, that one may have been closed since.
         return self._lockless or (self._descriptor is not None and not self.removed)
 
     @property
+    @override
     def removed(self) -> bool:
         if self._descriptor is None:
             return False
@@ -252,6 +272,7 @@ class LocalJobLock(JobLock[Path]):
             return True
         return not os.path.samestat(there, os.fstat(self._descriptor))
 
+    @override
     def release(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:

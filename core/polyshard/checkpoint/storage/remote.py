@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
+from typing_extensions import override
+
 from ...errors import ConfigError, PolyshardError
 from ...io.files import damaged
 from .contract import (
@@ -104,17 +106,21 @@ class RemoteStorage(Storage[URL]):
 
     errors_pass = True
 
+    @override
     def exists(self, path: URL) -> bool:
         # The filesystem's own `exists` says no where it could not ask.
         return _asked(path, lambda filesystem, name: filesystem.info(name), looks=True) is not None
 
+    @override
     def names(self, folder: URL) -> list[str]:
         return sorted(self._listed(folder))
 
+    @override
     def sizes(self, directory: URL) -> dict[str, int]:
         return {name: int(each["size"]) for name, each in self._listed(directory).items() if each["type"] == "file"}
 
     @contextmanager
+    @override
     def opened(self, directory: URL, name: str, size: int | None = None) -> Iterator[InputFile]:
         info = _asked(directory / name, lambda filesystem, called: filesystem.info(called), looks=True)
         if info is not None and info["type"] != "file":
@@ -122,12 +128,14 @@ class RemoteStorage(Storage[URL]):
         found = None if info is None else int(info["size"])
         yield _Input(directory, name, _required(directory, name, found, size))
 
+    @override
     def require_files(self, directory: URL, sizes: Mapping[str, int]) -> None:
         found = self.sizes(directory)
         for name, size in sizes.items():
             _required(directory, name, found.get(name), size)
 
     @contextmanager
+    @override
     def created(self, path: URL, size: int) -> Iterator[OutputFile]:
         if size <= _MOST_AT_ONCE:
             content = bytearray()
@@ -150,6 +158,7 @@ class RemoteStorage(Storage[URL]):
                 file.closed = True
             raise
 
+    @override
     def write_whole(self, path: URL, content: bytes) -> None:
         with _reached(path) as (filesystem, name):
             try:
@@ -163,9 +172,11 @@ class RemoteStorage(Storage[URL]):
                         filesystem.mkdir(inner, create_parents=False)
                 filesystem.pipe_file(name, content)
 
+    @override
     def remove(self, path: URL) -> None:
         _asked(path, lambda filesystem, name: filesystem.rm_file(name))
 
+    @override
     def remove_tree(self, directory: URL) -> None:
         with suppress(OSError):
             found = self._listed(directory)
@@ -175,14 +186,17 @@ class RemoteStorage(Storage[URL]):
                 # With the folder itself, of which some filesystems have such.
                 filesystem.rm(called if everything else [f"{called}/{name}" for name in own], recursive=everything)
 
+    @override
     def discard(self, directory: URL) -> None:
         self.remove(directory / MARKER)
         self.remove_tree(directory)
 
+    @override
     def claim(self, folder: URL) -> RemoteJobLock:
         return RemoteJobLock(self, folder)
 
     @contextmanager
+    @override
     def attempt(self, folder: URL, name: str) -> Iterator[RemoteAttempt]:
         for each in self.names(folder):
             directory = folder / each
@@ -192,9 +206,11 @@ class RemoteStorage(Storage[URL]):
             self.beat(attempt.path)
             yield attempt
 
+    @override
     def beat(self, attempt: URL) -> None:
         self.write_whole(attempt / _SAVING, b"%20d" % next(_BEATS))
 
+    @override
     def beat_of(self, attempt: URL) -> object:
         try:
             return _asked(attempt / _SAVING, lambda filesystem, name: filesystem.cat_file(name))
@@ -288,6 +304,7 @@ class RemoteAttempt(Attempt[URL]):
         self._storage = storage
         _LIVE.add(self.path)
 
+    @override
     def commit(self, marker: bytes) -> None:
         path = self.path / MARKER
         self._require_claim()
@@ -311,6 +328,7 @@ class RemoteAttempt(Attempt[URL]):
                 return
             time.sleep(pause)
 
+    @override
     def close(self) -> None:
         _LIVE.discard(self.path)
         if not self.committed and not self.stays:
@@ -357,14 +375,17 @@ class RemoteJobLock(JobLock[URL]):
             claims.add(self)
 
     @property
+    @override
     def held(self) -> bool:
         holder = _holder_of(self.folder)
         return holder is not None and holder.is_this_process
 
     @property
+    @override
     def removed(self) -> bool:
         return self._wrote and _holder_of(self.folder) is None
 
+    @override
     def release(self) -> None:
         with _MUTEX:
             claims = _CLAIMS.get(self.folder, weakref.WeakSet())
