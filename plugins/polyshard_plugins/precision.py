@@ -59,7 +59,7 @@ class PrecisionSettings:
     reduce: torch.dtype | None = None
     """In which gradients are accumulated; None for the compute dtype."""
     wire: torch.dtype | None = None
-    """In which gradients travel; None for the narrower of compute and reduce dtype."""
+    """In which gradients of one backward travel; None for the narrower of compute and reduce dtype."""
     buffer: torch.dtype | None = None
     """Dtype of floating-point buffers; None leaves them alone."""
     output: torch.dtype | None = None

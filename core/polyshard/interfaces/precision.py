@@ -25,7 +25,7 @@ class UnitDtypes:
     compute: torch.dtype
     """Parameters in forward and backward; the gather buffer, and, without a ``WireSpec``, what the gather sends."""
     wire: torch.dtype
-    """Gradients while they travel."""
+    """Gradients of one backward while they travel. Sums of several travel in ``reduce``."""
     reduce: torch.dtype
     """In which gradients are accumulated over ranks and over microbatches. Never narrower than ``wire``."""
     grad: torch.dtype

@@ -54,8 +54,11 @@ class Gradients:
             # No backend that widens: gradients travel in the dtype in which they accumulate.
             wire = dtypes.reduce
         self.input = ReductionInput(layout, wire, dtypes.reduce, unit.spec.device)
-        #: Where gradients of several backwards are added up before they are reduced.
+        #: Where gradients of several backwards are added up before they are reduced. They travel as they add up: in a
+        #: narrower dtype, sums would be rounded once more.
         self.sums = self.input
+        if wire != dtypes.reduce:
+            self.sums = ReductionInput(layout, dtypes.reduce, dtypes.reduce, unit.spec.device)
         # The sum of what other replicas or groups have not added up, and how many reductions are still to add to it.
         self._shard: torch.Tensor | None = None
         self._shards_coming = 0
@@ -118,12 +121,6 @@ class Gradients:
         # The sum of a unit that waits in a bucket is part of that reduction.
         sums = self.sums
         return (sums.has_sum or self._shard is not None or self._shards_coming > 0) and sums.gradients is None
-
-    def send_sums_whole(self) -> None:
-        """Let sums of several backwards travel in the dtype in which they add up, instead of rounding them."""
-        if self.input.dtype != self.input.result_dtype:
-            dtype = self.input.result_dtype
-            self.sums = ReductionInput(self._layout, dtype, dtype, self.unit.spec.device)
 
     def computed_at(self, here: object) -> None:
         """Note the place (``CommStreams.here``) at which the next gradients were computed."""

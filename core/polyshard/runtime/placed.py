@@ -107,9 +107,6 @@ class PlacedUnit(Unit):
         if before is not None:
             # What the user set, before parameters had memory or another dtype.
             gradients.scale, gradients.fills_unused = before.scale, before.fills_unused
-        if self.keeps_whole:
-            # Of several backwards.
-            gradients.send_sums_whole()
         return gradients
 
     @override
