@@ -180,14 +180,18 @@ class RankMismatchError(StepError, RuntimeError):
 def different_calls(rank: int, calls: Sequence[str]) -> RankMismatchError:
     """The error on ``rank``, where ranks are about to issue ``calls``, one each, which are not the same."""
     listed = "\n".join(f"  rank {other}: {call}" for other, call in enumerate(calls))
-    return RankMismatchError(
-        f"Ranks are about to issue different collectives (rank {rank}):\n{listed}\n"
-        "Let every rank run the same modules in the same order, with the same settings; one that caught an exception "
-        "goes on from there. What some ranks skip, as a tower without an image or an expert without a token, is agreed "
-        "on before the forward by polyshard.agree_on_use, and passed by there with polyshard.skip. Or it is no unit by "
-        "itself: leave its class out of the policy (leave_out of 'transformers', force_leaf of 'size' and 'budget'), "
-        "so that it is gathered with the module around it, and set split_root=False where that is the whole model."
+    advice = (
+        "Let every rank make the same calls in the same order: forwards, evaluation, saves, clipping and state dicts "
+        "stand outside of 'if rank == 0', and loops have as many batches on each rank."
     )
+    if all("all_gather" in call or "reduc" in call for call in calls):
+        advice += (
+            " What some ranks skip, as a tower without an image or an expert without a token, is agreed on before the "
+            "forward by polyshard.agree_on_use, and passed by there with polyshard.skip. Or it is no unit by itself: "
+            "leave its class out of the policy (leave_out of 'transformers', force_leaf of 'size' and 'budget'), so "
+            "that it is gathered with the module around it, and set split_root=False where that is the whole model."
+        )
+    return RankMismatchError(f"Ranks are about to issue different collectives (rank {rank}):\n{listed}\n{advice}")
 
 
 class CollectiveError(PolyshardError):

@@ -300,6 +300,13 @@ def test_a_spec_is_read_back_from_its_label(name: str, distribution: str | None)
     assert PluginSpec.parse(spec.label) == spec
 
 
+def test_a_setting_above_its_table_is_told(tmp_path: Path) -> None:
+    file = write(tmp_path, 'precision = "bf16"\nseed = 1\n[shard]\nstrategy = "zero1"\n')
+    with pytest.warns(UserWarning, match=r"'precision' stands above \[shard\] in .*Write it below \[shard\]") as told:
+        assert ShardConfig.from_toml(file, environ={}).precision == "none"
+    assert len(told) == 1
+
+
 def test_toml_table_becomes_a_config(tmp_path: Path) -> None:
     file = write(
         tmp_path,

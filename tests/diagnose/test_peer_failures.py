@@ -171,7 +171,7 @@ def stop_one(rank: int) -> str:
 def test_a_rank_of_which_nothing_runs_gave_no_word() -> None:
     with RankPool(2) as pool:
         text, _ = pool.run(stop_one)
-    assert "  rank 1 gave no word: stuck elsewhere, or dead. Look there first" in text
+    assert "  rank 1 gave no word: stuck elsewhere, dead, or done with fewer batches. Look there first" in text
 
 
 def remove_report(text: str) -> None:

@@ -417,7 +417,7 @@ class ShardConfig:
             raise ConfigTypeError(
                 f"ShardConfig.from_toml reads a table of a file, not {table!r} of {path!r}.{_instead_of(path)}"
             )
-        settings, where = read_table(Path(path), table), f"[{table}] of {Path(path)}"
+        settings, where = read_table(Path(path), table, FILE_FIELDS), f"[{table}] of {Path(path)}"
         # A wrong file is reported as such, before variables that may hide the mistake or be blamed for it.
         _refuse_wrong(settings, where)
         sources = sources_in(settings, Source(Origin.FILE, where))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
 from typing_extensions import override
 
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, did_you_mean, warn_once
 from ..interfaces import Group
 from ..interfaces.options import ALLOWED_PLUGINS, DISABLE_PLUGINS
 
@@ -145,8 +145,11 @@ def sources_in(settings: Mapping[str, Any], source: Source) -> dict[tuple[str, s
     return found
 
 
-def read_table(file: Path, table: str) -> dict[str, Any]:
-    """The settings in ``[table]`` of ``file``; raises ``ConfigError`` where it cannot be read or has no such table."""
+def read_table(file: Path, table: str, names: Collection[str]) -> dict[str, Any]:
+    """The settings in ``[table]`` of ``file``; raises ``ConfigError`` where it cannot be read or has no such table.
+
+    Warns of a key outside of all tables that is one of ``names``, those of settings.
+    """
     try:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -160,6 +163,10 @@ def read_table(file: Path, table: str) -> dict[str, Any]:
             f"{file} has no table [{table}].{did_you_mean(table, tables)} Its tables: {', '.join(tables) or 'none'}. "
             f"Write [{table}] above the settings, or name the table that has them."
         )
+    for key in document.keys() & names:
+        if not isinstance(document[key], dict):
+            # No error: it may be a setting of another program, whose tables stand in the same file.
+            warn_once(f"{key!r} stands above [{table}] in {file}, and is not read. Write it below [{table}].")
     return settings
 
 

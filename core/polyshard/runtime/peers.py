@@ -155,7 +155,7 @@ class Peers:
             lines.append(f"  of {self._world_size} ranks, these were read")
         elif silent:
             who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {silent[:16]} ({len(silent)} in all)"
-            lines.append(f"  {who} gave no word: stuck elsewhere, or dead. Look there first")
+            lines.append(f"  {who} gave no word: stuck elsewhere, dead, or done with fewer batches. Look there first")
         return "\n".join(lines)
 
     def _write(self, post: Mapping[str, Any]) -> None:
