@@ -8,8 +8,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -23,13 +21,17 @@ import torch
 from elastic_rank import CLIP, ROWS, At, Places, Plan, batch, build, loss_of, optimizer_of, replay, run_rank
 from processes import run_processes
 
-#: What ``torchft_lighthouse`` serves; the command's own arguments are those of its file.
-_LIGHTHOUSE = """
-import json, sys, threading
-from torchft.coordination import LighthouseServer
-server = LighthouseServer(**json.loads(sys.argv[1]))
-threading.Event().wait()
-"""
+
+def _serve_lighthouse(options: dict[str, Any]) -> None:
+    """What ``torchft_lighthouse`` does; the command's own arguments are those of its file."""
+    from torchft.coordination import LighthouseServer
+
+    # It writes a line for every question.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    _server = LighthouseServer(**options)
+    threading.Event().wait()
 
 
 def free_port() -> int:
@@ -45,7 +47,7 @@ class Lighthouse:
     def __init__(self, min_replicas: int = 1) -> None:
         self._port = free_port()
         self._min_replicas = min_replicas
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: BaseProcess | None = None
         self.start()
 
     @property
@@ -62,30 +64,31 @@ class Lighthouse:
             "join_timeout_ms": 1000,
             "quorum_tick_ms": 50,
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _LIGHTHOUSE, json.dumps(options)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        process: BaseProcess = _context().Process(target=_serve_lighthouse, args=(options,), daemon=True)
+        process.start()
+        self._process = process
         deadline = time.monotonic() + 30.0
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), 1.0):
                 return
             time.sleep(0.05)
-        raise AssertionError(f"the lighthouse did not begin to listen; its exit code is {self._process.poll()}")
+        raise AssertionError(f"the lighthouse did not begin to listen; its exit code is {process.exitcode}")
 
     def kill(self) -> None:
         """As a host does that loses power."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            self._process.join()
             self._process = None
 
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["elastic_rank", "polyshard.setup.shard", "polyshard_backends.gloo", "polyshard_policies.module_class"]
+        [
+            *("elastic_rank", "polyshard.setup.shard", "polyshard_backends.gloo", "polyshard_policies.module_class"),
+            "polyshard_torchft",
+        ]
     )
     return context
 
@@ -209,9 +212,12 @@ class Jobs:
         wanted = self.step(job) + steps
         return self.await_true(f"step {wanted} of job {job}", lambda: self.step(job) >= wanted, limit_s)
 
-    def finish(self, limit_s: float = 60.0) -> None:
-        """Let all end behind one step, and wait for it."""
-        self.places.last = max(self.step(job) for job in range(self.plan.jobs)) + 60
+    def finish(self, limit_s: float = 60.0, steps: int = 60) -> None:
+        """Let all end behind one step, ``steps`` from here, and wait for it.
+
+        No rank may be there before all have read which it is.
+        """
+        self.places.last = max(self.step(job) for job in range(self.plan.jobs)) + steps
         alive = [job for job in range(self.plan.jobs) if job not in self._held]
 
         def ended() -> bool:

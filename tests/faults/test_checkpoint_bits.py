@@ -8,7 +8,7 @@ import pickle
 import random
 import shutil
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -120,14 +120,15 @@ HOSTILE: tuple[Any, ...] = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_hostile_manifest_is_refused_at_every_place(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [2, pytest.param(None, marks=pytest.mark.nightly)])
+def test_a_hostile_manifest_is_refused_at_every_place(tmp_path: Path, most: int | None) -> None:
     """Whoever can write can sign: what is inside must hold by itself, without memory that no file could fill."""
     (good,) = write(tmp_path / "saved", 3, extra={"note": "text"})
     manifest = json.loads((good / "manifest.json").read_bytes())
     alone = Alone()
-    refused = passed = 0
+    refused, passed = 0, []
     chance = random.Random(5)
-    places = list(_places(manifest))
+    places = [each for alike in _kinds(manifest).values() for each in alike[:most]]
     for place in places:
         bad = chance.choice(HOSTILE)
         if _at(manifest, place) == bad:
@@ -135,15 +136,17 @@ def test_a_hostile_manifest_is_refused_at_every_place(tmp_path: Path) -> None:
         reseal(good, written(_replaced(manifest, place, bad)))
         try:
             alone.load(good)
-            passed += 1
+            passed.append(place)
         except (CheckpointDamagedError, ConfigError):
             refused += 1
     # What users say of their runs may be anything: extra, and numbers among the settings.
-    assert refused > 10 * passed, (refused, passed)
+    assert {place[0] for place in passed} <= {"extra", "optimizer"}, passed
+    assert refused > (5 if most else 10) * len(passed), (refused, passed)
     reseal(good, written(manifest))
     alone.load(good)
     assert alone.steps() == {3.0}
-    record("manifests", changed=refused + passed, refused=refused)
+    if most is None:
+        record("manifests", changed=refused + len(passed), refused=refused)
 
 
 Place = tuple[str | int, ...]
@@ -157,6 +160,15 @@ def _places(value: Any, place: Place = ()) -> Iterator[Place]:
     elif isinstance(value, list):
         for index in range(min(2, len(value))):
             yield from _places(value[index], (*place, index))
+
+
+def _kinds(manifest: Any) -> dict[Any, list[Place]]:
+    """Places, by part of the manifest, field and depth: ranks, files and parameters have the same fields."""
+    found: defaultdict[Any, list[Place]] = defaultdict(list)
+    for place in _places(manifest):
+        field = next((each for each in reversed(place) if isinstance(each, str)), "")
+        found[place[:1], field, len(place)].append(place)
+    return found
 
 
 def _at(value: Any, place: Place) -> Any:

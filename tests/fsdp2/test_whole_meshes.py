@@ -84,9 +84,14 @@ def _shown(face: ModuleType, which: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize(
-    "which", [pytest.param(each, marks=[pytest.mark.slow][: each != "shard, tensor"]) for each in MESHES]
-)
+def _marks(which: str) -> list[pytest.MarkDecorator]:
+    if which == "replicate, shard of one, tensor":
+        # Others have two of its three dimensions at a time, and another has three with replicas.
+        return [pytest.mark.nightly]
+    return [pytest.mark.slow] if which != "shard, tensor" else []
+
+
+@pytest.mark.parametrize("which", [pytest.param(each, marks=_marks(each)) for each in MESHES])
 def test_all_is_as_torch_has_it(ranks: KeptRanks, which: str) -> None:
     number = 1
     for size in MESHES[which][0].values():

@@ -381,7 +381,7 @@ def test_a_job_is_killed_and_comes_back_with_the_same_bits(tmp_path: Path) -> No
             jobs.await_steps(0, 10, limit_s=20.0)
             jobs.start(1)
             jobs.await_together(2, steps=10)
-            jobs.finish()
+            jobs.finish(steps=15)
         found = compare(plan)
     finally:
         lighthouse.kill()

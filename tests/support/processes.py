@@ -47,13 +47,18 @@ _PRELOADED = (
     "torch",
     "torch._dynamo",
     "torch.distributed.tensor.parallel",
+    "polyshard.checkpoint",
+    "polyshard_backends.fake",
     "polyshard_backends.gloo",
+    "polyshard_backends.threaded",
     "polyshard_fsdp",
     "polyshard_fsdp2",
     "hypothesis",
     "pytest",
     "transformers.trainer",
     "lightning",
+    "polyshard_testing",
+    "polyshard_torchft",
 )
 
 
