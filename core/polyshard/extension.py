@@ -51,5 +51,5 @@ from .runtime.states import Fresh, Phase, Reshard, UnitState
 from .runtime.streams import CommStreams, streams_for
 from .runtime.unit import Unit, unshard_due
 from .setup.materialize import is_meta
-from .setup.request import Request
+from .setup.request import Request, refuse_torch_sharded
 from .setup.shard import shard_module

@@ -15,7 +15,7 @@ from polyshard.errors import (
     ConfigTypeError,
     ParameterError,
 )
-from polyshard.extension import MODULE_STATE_ATTRIBUTE, parameters_to_shard, root_of
+from polyshard.extension import MODULE_STATE_ATTRIBUTE, parameters_to_shard, refuse_torch_sharded, root_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -70,6 +70,8 @@ def fully_shard(
         ShardingError, RankMismatchError: as ``polyshard.fully_shard``.
     """
     modules = _modules(module)
+    for each in modules:
+        refuse_torch_sharded(each)
     # Inside of a context for the meta device, the ranks of a mesh would be computed there.
     with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
         _shard(

@@ -11,7 +11,7 @@ from typing import Any
 import polyshard
 import torch
 from polyshard.errors import ConfigError, UnsupportedError
-from polyshard.inspect import ShardedModel, savable_part
+from polyshard.inspect import ShardedModel, savable_part, saved_buffers, saved_name, saved_parameters
 from polyshard.state.contents import names_within
 from polyshard.state.source import listed
 from polyshard.state.streaming import Ranks, Weights, copy_kept
@@ -100,7 +100,7 @@ def saved_as(module: nn.Module, held: Held, convert: Conversion | None) -> tuple
     kept = {names[0]: next((name for name in names if name not in away), names[0]) for names in held}
     given = {kept[names[0]]: value for names, value in held.items()}
     # In the model's order: so the library divides them into files.
-    order = [name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())]
+    order = [name for name, _ in (*saved_parameters(module, every=True), *saved_buffers(module))]
     wanted = [name for name in dict.fromkeys([*order, *given]) if name in given and name not in left_out]
     return kept, foreseen(_private.steps_of(module, wanted, convert), given)
 
@@ -206,6 +206,7 @@ class _Names:
         from peft.utils.other import ModulesToSaveWrapper
 
         for path, module in base.named_modules():
+            path = saved_name(base, path)
             if isinstance(module, BaseTunerLayer):
                 self._places |= {joined(path, each): None for each in module.adapter_layer_names}
                 self._places[joined(path, "base_layer")] = path
@@ -235,7 +236,7 @@ def _layers(sharded: ShardedModel, model: nn.Module, names: _Names, adapters: Co
     first = {name: given[0] for given in names_within(sharded, base).values() for name in given}
     for path, module in (("", model), *base.named_modules()) if "peft" in sys.modules else ():
         try:
-            layers += _layer(path, module, first, names, adapters)
+            layers += _layer(saved_name(base, path), module, first, names, adapters)
         except Exception as error:
             raise UnsupportedError(
                 f"merged(): '{path}' has an adapter of {type(module).__module__}.{type(module).__name__} (rank "
@@ -270,7 +271,7 @@ def _layer(
     kept: dict[str, str] = {}
     hollow: dict[str, torch.Tensor] = {}
     for inner, parameter in module.named_parameters():
-        name = first[joined(path, inner)]
+        name = first[joined(path, saved_name(module, inner))]
         if inner.startswith("base_layer."):
             if "base_layer" in inner[len("base_layer.") :] or not parameter.is_floating_point():
                 raise ValueError("its base is quantized, or an adapter too")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from polyshard.checkpoint.encoding import MalformedError, a_shape, a_text, an_object, parse
 from polyshard.errors import ConfigError, StateError
+from polyshard.inspect import without_wrappers
 from polyshard.io.files import naming
 from polyshard.io.memory import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from polyshard.state.source import listed
@@ -38,6 +39,8 @@ class SavedTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: Path
+    name: str
+    """Its name there, which may have what wrappers add."""
 
 
 #: The tensors of a checkpoint, by name.
@@ -60,7 +63,7 @@ def reading(saved: Saved) -> Iterator[Read]:
             with naming(file):
                 if file not in files:
                     files[file] = stack.enter_context(safe_open(file, "pt"))
-                found: torch.Tensor = files[file].get_tensor(name)
+                found: torch.Tensor = files[file].get_tensor(saved[name].name)
             return found
 
         yield read
@@ -90,7 +93,8 @@ def open_saved(path: Path) -> Saved:
             f"There is no checkpoint at {path}. Pass a folder on this machine that save_pretrained wrote, or one of "
             "its files; a name on the Hub is downloaded by huggingface_hub.snapshot_download first."
         )
-    return _read_header(path) if path.suffix == ".safetensors" else _read_index(path)
+    found = _read_header(path) if path.suffix == ".safetensors" else _read_index(path)
+    return {without_wrappers(name): each for name, each in found.items()}
 
 
 def _read_index(path: Path) -> Saved:
@@ -146,7 +150,7 @@ def _read_header(path: Path) -> Saved:
     if unknown:
         kind = told[unknown[0]][0]
         raise StateError(f"'{unknown[0]}' in {path} has the dtype {kind}, which this torch does not have.")
-    return {name: SavedTensor(SAFETENSORS_DTYPES[kind], shape, path) for name, (kind, shape) in told.items()}
+    return {name: SavedTensor(SAFETENSORS_DTYPES[kind], shape, path, name) for name, (kind, shape) in told.items()}
 
 
 def header_of(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int], int]:

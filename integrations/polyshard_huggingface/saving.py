@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from polyshard.checkpoint.storage.local import LocalAttempt, LocalStorage
 from polyshard.errors import ConfigError, UnsupportedError
-from polyshard.inspect import ShardedModel, savable_model
+from polyshard.inspect import ShardedModel, savable_model, saved_parameters
 from polyshard.io.files import path_of, sync_directory, write_at
 from polyshard.io.memory import SAFETENSORS_NAMES, pieces_of
 from polyshard.io.progress import report_progress
@@ -203,7 +203,7 @@ def _planned(
         header, starts, size = header_of({name: (written[name].dtype, tuple(written[name].shape)) for name in names})
         files[file] = header, size
         places.update({name: (file, start) for name, start in starts.items()})
-    named = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    named = {name for name, _ in saved_parameters(module, every=True)}
     parameters = sum(each.shape.numel() for names, each in held.items() if names[0] in named)
     metadata = {"total_parameters": parameters, **split.metadata}
     index = {"metadata": metadata, "weight_map": split.tensor_to_filename}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from polyshard.errors import ParameterError
-from polyshard.inspect import Initializer
+from polyshard.inspect import Initializer, saved_buffers, saved_name
 from polyshard.io.memory import flat_bytes
 from polyshard.nested import iter_tensors
 from polyshard.state.source import listed
@@ -37,9 +37,9 @@ def to_be_loaded(model: nn.Module, *, fresh: Collection[str] = ()) -> Initialize
             and nothing computes, and for a fresh parameter that nothing initialises.
     """
     _refuse_attributes(model)
-    names = {module: name for name, module in model.named_modules()}
-    persistent = frozenset(model.state_dict())
-    hollow = frozenset(name for name, each in model.named_buffers(remove_duplicate=False) if each.is_meta)
+    names = {module: saved_name(model, name) for name, module in model.named_modules()}
+    persistent = frozenset(saved_name(model, name) for name in model.state_dict())
+    hollow = frozenset(name for name, each in saved_buffers(model, every=True) if each.is_meta)
     owners: dict[nn.Module, Any] = {}
     for owner in filter(_private.is_pretrained, model.modules()):
         # Of several around a module the innermost.

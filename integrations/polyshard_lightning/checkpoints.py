@@ -17,12 +17,10 @@ from polyshard import checkpoint
 from polyshard.checkpoint.manifest import Manifest, Marker
 from polyshard.checkpoint.storage import MARKER
 from polyshard.errors import ConfigError, UnsupportedError
-from polyshard.state import (
-    StateForm,
-    StateOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from polyshard.inspect import savable_model, saved_parameters
+from polyshard.state import StateForm, StateOptions, set_optimizer_state_dict
+from polyshard.state.sharded import names_by_group
+from polyshard.state.state_dicts import present_optimizer_state_dict
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -153,7 +151,7 @@ def whole_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -
     Raises:
         ConfigError: as ``polyshard.state.get_optimizer_state_dict``.
     """
-    whole = get_optimizer_state_dict(module, optimizer, _WHOLE)
+    whole = present_optimizer_state_dict(module, optimizer, _WHOLE)
     if not whole:
         return {}
     state: dict[int, Any] = {}
@@ -218,13 +216,14 @@ def load_whole_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimiz
             for own, group, keys in zip(optimizer.param_groups, state["param_groups"], saved, strict=True)
         ],
     }
-    set_optimizer_state_dict(module, optimizer, by_name)
+    # As Lightning's files have it, what got no gradient has no state.
+    set_optimizer_state_dict(module, optimizer, by_name, StateOptions(strict=False))
 
 
 def _names_by_group(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The parameters of each group, in the order of an optimizer of the unsharded model."""
-    order = {name: index for index, (name, _) in enumerate(module.named_parameters())}
-    by_group = [list(group["params"]) for group in get_optimizer_state_dict(module, optimizer)["param_groups"]]
+    order = {name: index for index, (name, _) in enumerate(saved_parameters(module))}
+    by_group = names_by_group(savable_model(module, "An optimizer's state dict"), optimizer.param_groups)
     for names, group in zip(by_group, optimizer.param_groups, strict=True):
         # Flat parameters: units need not be in the model's order.
         if len(names) != len(group["params"]):

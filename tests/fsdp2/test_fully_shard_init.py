@@ -8,6 +8,7 @@ from inspect import signature
 from types import ModuleType
 from typing import Any
 
+import polyshard
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from fsdp2_models import (
     train,
     wholes,
 )
+from polyshard.errors import AlreadyShardedError
 from polyshard_fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from processes import KeptRanks
 from torch import nn
@@ -351,3 +353,28 @@ BODIES: dict[Callable[[ModuleType], object], int] = {
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_beside_torch(ranks: KeptRanks, body: Callable[[ModuleType], object]) -> None:
     ranks.run(BODIES[body], beside_torch, body)
+
+
+def refused_behind_torch(rank: int) -> None:
+    theirs, ours = FACES
+    config = polyshard.ShardConfig(collectives="gloo")
+
+    def build() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+        theirs.fully_shard(model[1], mesh=cpu_mesh())
+        return model
+
+    calls: list[Callable[[nn.Module], object]] = [
+        lambda model: ours.fully_shard(model, mesh=cpu_mesh()),
+        lambda model: ours.fully_shard([model, nn.Linear(4, 4)], mesh=cpu_mesh()),
+        lambda model: polyshard.fully_shard(model, config),
+        lambda model: polyshard.shard(model, config),
+    ]
+    words = rf"^'1' was sharded by torch\.distributed\.fsdp's fully_shard \(rank {rank}\): import fully_shard from poly"
+    for call in calls:
+        with pytest.raises(AlreadyShardedError, match=words):
+            call(build())
+
+
+def test_modules_that_torchs_fully_shard_had_are_named(ranks: KeptRanks) -> None:
+    ranks.run(2, refused_behind_torch)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
-from ..inspect import ShardedModel, idle_model, savable_model, state_name_of, taken_apart
+from ..inspect import ShardedModel, idle_model, savable_model, state_name_of, taken_apart, without_wrappers
 from ..interfaces import Collectives, PrecisionCaster
 from ..io.memory import NAMES
 from ..state.contents import (
@@ -64,7 +64,7 @@ def restore_casters(sharded: ShardedModel, states: Mapping[str, Mapping[str, Any
 def _casters(sharded: ShardedModel) -> dict[str, PrecisionCaster]:
     found: dict[int, tuple[str, PrecisionCaster]] = {}
     for unit in sharded.units:
-        found.setdefault(id(unit.caster), (unit.name, unit.caster))
+        found.setdefault(id(unit.caster), (without_wrappers(unit.name), unit.caster))
     return dict(found.values())
 
 

@@ -22,7 +22,7 @@ from ..interfaces import Collectives
 from ..io.boxes import Box, Chunk, box_within
 from ..io.files import REMEDY as OF_LATEST
 from ..io.files import OpenedFile, damaged, opened
-from ..state.contents import Joint, Optimizers
+from ..state.contents import Joint, Optimizers, known_names
 from ..state.exchange import notify_listeners, require_same, together
 from ..state.restore import Restore
 from ..state.sharded import MODEL, OPTIMIZER, names_by_group
@@ -77,7 +77,7 @@ def load_dcp(
             called.update(optimizer=str(joint and joint.signature), keys=keys)
             groups = None if joint is None else names_by_group(sharded, joint.groups)
             metadata = read_metadata(directory)
-            source = ForeignSource(directory, metadata, keys or DcpKeys(), groups)
+            source = ForeignSource(directory, metadata, keys or DcpKeys(), groups, known_names(sharded))
         require_same(collectives, directory, metadata.identity, REMEDY)
         with _jointly("Matching", directory, collectives):
             restore = Restore(source, sharded, joint)
@@ -129,14 +129,22 @@ class ForeignSource(Source):
     remedy = "the ranks that wrote it did not all write. Save it again."
 
     def __init__(
-        self, directory: Path, metadata: DcpMetadata, keys: DcpKeys, groups: Sequence[Sequence[str]] | None
+        self,
+        directory: Path,
+        metadata: DcpMetadata,
+        keys: DcpKeys,
+        groups: Sequence[Sequence[str]] | None,
+        names: Mapping[str, str],
     ) -> None:
         """``groups``: the parameters' names in each group of the optimizer, which a flattened state dict does not know.
+
+        ``names``: what ``known_names`` gave of the model.
 
         Raises ConfigError: there is no model or optimizer where ``keys`` says, or the optimizer's state is by numbers.
         """
         self.label = f"the directory {directory}"
         self._directory, self._metadata, self._keys, self._groups = directory, metadata, keys, groups or ()
+        self._known = names
         self._aliases: dict[str, tuple[str, ...]] = {}
         self._made: dict[str, list[str]] = {}
         self._paths = {key: (MODEL, path[0]) for key, path in self._below(MODEL) if len(path) == 1}
@@ -146,6 +154,7 @@ class ForeignSource(Source):
             if not (found := self._optimizer_paths()):
                 raise self._nothing("optimizer", keys.optimizer)
             self._paths.update(found)
+        self.know(names)
 
     @override
     def read(self, targets: dict[str, Any]) -> None:
@@ -242,7 +251,7 @@ class ForeignSource(Source):
                 found[key] = (OPTIMIZER, _STATE, name, state)
             elif len(path) == 1 and str(path[0]).startswith(f"{_GROUPS}."):
                 name, _, setting = path[0].removeprefix(f"{_GROUPS}.").rpartition(".")
-                settings.setdefault(name, {})[setting] = key
+                settings.setdefault(self.named(name), {})[setting] = key
         if settings:
             found.update(self._grouped(settings))
         return found

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..interfaces import Collectives
-from ..state.contents import Optimizers
+from ..state.contents import Optimizers, known_names
 from ..state.exchange import coordinates, notify_listeners, require_same, require_seen, together
 from ..state.restore import Restore
 from .contents import restore_casters
@@ -80,6 +80,7 @@ def _load(models: Models, directory: Place, optimizer: Optimizers | None, *, fro
     require_same(everyone, directory, marker.identity, REMEDY)
     kind = manifest.kind
     with together(everyone, f"Matching the checkpoint {directory}"), readable(directory, everyone.rank):
+        source.know({name: saved for part in parts for name, saved in known_names(part.sharded).items()})
         sources = [models.source_of(part, source) for part in parts]
         restores = [
             Restore(each, part.sharded, part.joint, kind, frozen=frozen)

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from .. import registry
 from ..errors import ConfigError
-from ..inspect import ShardedModel, savable_model
+from ..inspect import ShardedModel, savable_model, without_wrappers
 from ..interfaces import Collectives, Group, PluginContext
 from ..state.contents import Joint, Optimizers, first_names, saved_names
 from ..state.exchange import from_first, gather_to_first, together
@@ -128,7 +128,8 @@ class Models:
         """What takes the state, once all ranks of a pipeline have compared the names of their stages."""
         if self.stages is None:
             return lambda: _taken(self.parts(optimizer), None, None, extra, frozen)
-        what, tied = f"Naming the stages for step {step}", dict(self.stages.tied)
+        what = f"Naming the stages for step {step}"
+        tied = {without_wrappers(later): without_wrappers(first) for later, first in self.stages.tied.items()}
         with together(self.collectives, what, {"tied": tied}):
             parts = self.parts(optimizer)
             outlines = [_Outline.of(part, tied) for part in parts]

@@ -16,6 +16,7 @@ import torch
 from typing_extensions import override
 
 from ..errors import CheckpointDamagedError, ConfigError, PolyshardError, StateError
+from ..inspect import without_wrappers
 from ..io.boxes import Box, box_within, row_major, span
 from ..io.files import MOST, carried_out, damaged, digest_of
 from ..io.memory import flat_bytes, memory_of_machine, view_of
@@ -224,6 +225,7 @@ class StoredSource(Source):
         named = {"\0".join(map(str, path)): (path, each) for path, each in {**manifest.stored, **again}.items()}
         self._paths = {key: path for key, (path, _) in named.items()}
         self._stored = {key: each for key, (_, each) in named.items()}
+        self.know({})
 
     @override
     def read(self, targets: dict[str, Any]) -> None:
@@ -235,6 +237,10 @@ class StoredSource(Source):
             else:
                 targets[key] = self._decoded(stored, fillings)
         fill(self._manifest, fillings)
+        for key in targets:
+            path = self._paths[key]
+            if path[:2] == (OPTIMIZER, "param_groups") and path[3] in ("params", "param_names"):
+                targets[key] = list(map(self.named, targets[key]))
 
     @override
     def entry(self, key: str) -> Entry | None:
@@ -246,7 +252,7 @@ class StoredSource(Source):
     @property
     def aliases(self) -> Mapping[str, str]:
         """Further names of what the model has, and the name under which it is saved."""
-        return self._manifest.aliases
+        return {self.named(name): self.named(first) for name, first in self._manifest.aliases.items()}
 
     @cached_property
     def extra(self) -> Mapping[str, Any]:
@@ -256,7 +262,7 @@ class StoredSource(Source):
     @cached_property
     def precision(self) -> Mapping[str, Mapping[str, Any]]:
         """State of precision casters by name of a unit."""
-        return self._read(self._manifest.precision)
+        return {without_wrappers(name): state for name, state in self._read(self._manifest.precision).items()}
 
     def _read(self, entry: Json) -> Mapping[str, Any]:
         fillings: list[Filling] = []

@@ -18,6 +18,7 @@ from ..functions.block_states import (
     Role,
     blocks_of,
     put_together,
+    refuse_plain_kernels,
     role_of,
     state_name_of,
     taken_apart,
@@ -26,10 +27,12 @@ from ..functions.optimizers import NOT_BY_ELEMENT
 from ..functions.whole import ToSome
 from ..planning.extensions import Insides, inner_tensors
 from ..planning.layout import Piece, Slot
+from ..planning.names import saved_buffers, saved_name, saved_parameters, without_wrappers
 from ..planning.parts import TensorPart, is_dtensor, local_of, placed_as, whole_tensors
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
 from ..planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from ..planning.values import send_from_first
+from ..runtime.backward_step import note_part
 from ..runtime.grouped import GroupedState
 from ..runtime.live_roots import live_roots
 from ..runtime.module_state import ModuleState
@@ -37,7 +40,7 @@ from ..runtime.root import root_of
 from ..runtime.states import Phase
 from ..runtime.streams import Waits
 from ..setup.build import refuse_broken
-from ..setup.request import Initializer
+from ..setup.request import Initializer, refuse_torch_sharded
 from .model import RecordedModel, ShardedModel, WholeFlats
 from .unit import ShardedParameter, ShardedUnit
 
@@ -78,6 +81,7 @@ def units_in(model: nn.Module) -> Iterator[ShardedUnit]:
 
 def refuse_unshardable(model: nn.Module, rank: int) -> None:
     """Raise AlreadyShardedError or ParameterError where ``shard`` would refuse ``model``, without changing it."""
+    refuse_torch_sharded(model)
     refuse_sharded(model, rank)
     refuse_unshardable_parameters(model, rank=rank)
 
@@ -126,6 +130,18 @@ def savable_part(module: nn.Module, call: str) -> tuple[ShardedModel, nn.Module]
 def models() -> list[ShardedModel]:
     """The sharded models of this process, in the order in which they were made."""
     return list(map(ShardedModel, live_roots.roots()))
+
+
+def step_apart(optimizer: torch.optim.Optimizer) -> None:
+    """Step by ``optimizer``, a copy of another one, so that nothing takes that for a step of the training.
+
+    Raises UnsupportedError: its kernels cannot step what the other one holds.
+    """
+    located = live_roots.find([parameter for group in optimizer.param_groups for parameter in group["params"]])
+    refuse_plain_kernels(optimizer, [each for each in located if each is not None])
+    note_part(optimizer)
+    # The class's own: schedulers put others around.
+    type(optimizer).step(optimizer)
 
 
 def find(tensors: Sequence[torch.Tensor]) -> list[LocatedParameter | None]:

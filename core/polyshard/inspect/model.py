@@ -313,7 +313,12 @@ class ShardedModel:
 
     def whole_on_this_rank(self, values: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Inside, every parameter is whole on this rank, with ``values`` by first name; nothing is communicated."""
-        return whole_on_this_rank(self._root, values)
+        by_path = {
+            managed.names[0]: values[each.name]
+            for unit in self.units
+            for managed, each in zip(unit._unit.parameters, unit.parameters, strict=True)
+        }
+        return whole_on_this_rank(self._root, by_path)
 
     @property
     def groups(self) -> Iterable[Collectives]:

@@ -14,6 +14,7 @@ from ..errors import UnsupportedError
 from ..io.boxes import Box
 from ..planning.extensions import InnerTensor, Insides, inner_tensors
 from ..planning.layout import FlatLayout, Piece, Slot, contiguous_stride, product
+from ..planning.names import saved_name
 from ..planning.parts import TensorPart, is_dtensor, plain_parameter
 from ..runtime.buffers import view_of
 from ..runtime.extended import ExtendedUnit
@@ -33,7 +34,7 @@ class ShardedParameter:
     shown: nn.Parameter
     """What modules and optimizers hold."""
     names: tuple[str, ...]
-    """Every fully-qualified name; more than one for a shared parameter."""
+    """Every name under which state is saved, without what wrappers add; more than one for a shared parameter."""
     shape: tuple[int, ...]
     """Of the whole parameter, over all ranks of the model."""
     box: Box | None
@@ -108,8 +109,18 @@ class ShardedUnit:
             box = None if piece is None else _box(slot, piece, local, part)
             start = 0 if piece is None else piece.shard_offset
             sharded = unit.ranks.owner is not None
-            found.append(ShardedParameter(local, each.original, each.names, shape, box, sharded, part, slot, start))
+            names = self._saved(each.names)
+            found.append(ShardedParameter(local, each.original, names, shape, box, sharded, part, slot, start))
         return tuple(found)
+
+    def _saved(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Paths in the outermost module as names in state dicts."""
+        root = self._unit.root
+        if root is None:
+            # Of a drop-in, before its model is known.
+            return names
+        outermost = root.module_states[0].module
+        return tuple(dict.fromkeys(saved_name(outermost, name) for name in names))
 
     @property
     def stored(self) -> tuple[ShardedParameter, ...]:
@@ -133,7 +144,11 @@ class ShardedUnit:
     def insides(self) -> Mapping[str, Insides]:
         """By name of a parameter that gathers itself, and has no plain tensor of its name, what it is made of."""
         parameters = self._unit.parameters
-        return {each.names[0]: each.insides for each in parameters if each.insides and not each.insides.is_plain}
+        return {
+            self._saved(each.names[:1])[0]: each.insides
+            for each in parameters
+            if each.insides and not each.insides.is_plain
+        }
 
     @property
     def extended(self) -> bool:

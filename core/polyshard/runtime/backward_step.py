@@ -36,8 +36,13 @@ _parts: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def steps_a_part(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer`` is the copy by which another one steps over a unit."""
+    """Whether ``optimizer`` is the copy by which another one steps over a unit, or gets its first state."""
     return optimizer in _parts
+
+
+def note_part(optimizer: torch.optim.Optimizer) -> None:
+    """Let nothing take the steps of ``optimizer``, a copy of another one, for steps of the training."""
+    _parts.add(optimizer)
 
 
 class _Stepped(NamedTuple):

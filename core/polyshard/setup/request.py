@@ -7,15 +7,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..config import ShardConfig
-from ..errors import ConfigError, ConfigTypeError
+from ..errors import AlreadyShardedError, ConfigError, ConfigTypeError
 from ..planning.parts import ParameterPlace
 from ..runtime.placed import Placements
 
 #: Initialises the parameters and buffers that a module holds directly.
 Initializer = Callable[[nn.Module], None]
+
+
+def refuse_torch_sharded(module: nn.Module) -> None:
+    """Raise AlreadyShardedError where torch's ``fully_shard`` was given a module inside ``module``: name and rank.
+
+    Its parameters are ``DTensor``s, as those of tensor parallelism are, and only its class tells what cut them.
+    """
+    for name, inner in module.named_modules() if isinstance(module, nn.Module) else ():
+        # A drop-in's class for its modules is torch's, too, by way of another one.
+        if any(_is_torch_sharded(kind) for kind in type(inner).__mro__):
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            raise AlreadyShardedError(
+                f"'{name or '(root)'}' was sharded by torch.distributed.fsdp's fully_shard (rank {rank}): import "
+                "fully_shard from polyshard_fsdp2 for all of the model, or use one of them."
+            )
+
+
+def _is_torch_sharded(kind: type) -> bool:
+    mixins = (base for base in kind.__bases__ if base.__name__ == "FSDPModule")
+    is_torchs = any(base.__module__.startswith("torch.distributed.fsdp") for base in mixins)
+    return is_torchs and issubclass(kind, nn.Module)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ from .differences import kind_of, rows_of
 from .materialize import refuse_uninitializable, remember
 from .optimizers import held_of, refuse_unknown, take_over
 from .plugins import choose_plugins
-from .request import Request
+from .request import Request, refuse_torch_sharded
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -89,6 +89,7 @@ def shard_module(request: Request) -> Root:
     with agreement.phase() as report:
         prepare()
         request.refuse_types()
+        refuse_torch_sharded(request.module)
         plugins = choose_plugins(request, agreement)
         plan = plan_shards(request, plugins)
         optimizers = list(request.optimizers)
@@ -187,7 +188,9 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
         chosen = {**chosen, **{inner: {} for inner in alone}}
     # Where nothing is gathered, one unit around the others costs nothing.
     divides = request.config.split_root and shards > 1
-    owners = plan_modules(module, chosen, names=names, placed=request.placed, rank=rank, divides=divides, **ignored)
+    owners = plan_modules(
+        module, chosen, names=names, placed=request.placed, rank=rank, divides=divides, policy=label, **ignored
+    )
     for each in itertools.chain(*(owner.parameters for owner in owners)):
         _refuse_unserved(each, plugins.collectives, device)
     if not request.stays_on_meta and request.initializer is None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,9 +20,14 @@ from ..inspect import (
     local_of,
     placed_as,
     role_of,
+    saved_buffers,
+    saved_name,
+    saved_parameters,
     taken_apart,
+    without_wrappers,
 )
 from .blocks import entry_of
+from .initial import copy_to_step, exchanges, stepping_quickly, steps_others
 from .sharded import Holding, holdings, of_parameter, parameters_of
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -31,8 +35,6 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 Kind = Mapping[str, str] | Sequence[Mapping[str, str]]
 #: Optimizers that keep something else of large parameters do so from 4,096 elements on.
 _MOST = 1 << 16
-#: Torch's stance is one for all threads.
-_STANCE = threading.Lock()
 
 
 class Joint:
@@ -98,6 +100,10 @@ class Joint:
         found: Mapping[str, Any] = self._optimizer_of[parameter].state.get(parameter, {})
         return found
 
+    def optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        """The one that holds ``parameter``."""
+        return self._optimizer_of[parameter]
+
     def blocks_of(self, parameter: nn.Parameter) -> Blocks | None:
         """How its optimizer divides ``parameter``; None where it treats all elements alike."""
         return blocks_of(self._optimizer_of[parameter])
@@ -158,12 +164,12 @@ def _is_plain(value: object) -> bool:
 def model_state(
     sharded: ShardedModel, form: Callable[[ShardedParameter, torch.Tensor], torch.Tensor] = of_parameter
 ) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by fully-qualified name, over this rank's memory: what is written changes them.
+    """Parameters and persistent buffers by name, over this rank's memory: what is written changes them.
 
-    What units hold is in ``form``: ``CheckpointTensor`` of the whole's shape, or ``as_dtensor``. Parameters that are
-    not sharded, and buffers, are plain tensors. A tensor with several names is there once, under the first of
-    ``named_parameters()`` or ``named_buffers()``. Of a parameter that gathers itself there are the tensors that it is
-    made of.
+    Names are paths without what wrappers add. What units hold is in ``form``: ``CheckpointTensor`` of the whole's
+    shape, or ``as_dtensor``. Parameters that are not sharded, and buffers, are plain tensors. A tensor with several
+    names is there once, under the first of ``named_parameters()`` or ``named_buffers()``. Of a parameter that gathers
+    itself there are the tensors that it is made of.
     """
     return {each.name: form(each, each.tensor) for each in parameters_of(sharded, stored=True)} | outside_units(sharded)
 
@@ -173,10 +179,10 @@ def outside_units(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     module = sharded.module
     state: dict[str, torch.Tensor] = {}
     managed = {id(parameter) for unit in sharded.units for parameter in unit.tensors}
-    for name, parameter in module.named_parameters():
+    for name, parameter in saved_parameters(module):
         if id(parameter) not in managed:
             state[name] = parameter.detach()
-    if buffers := dict(module.named_buffers()):
+    if buffers := dict(saved_buffers(module)):
         # Only a whole state dict tells which are persistent: a millisecond or more.
         persistent = saved_names(module)
         state.update((name, buffer.detach()) for name, buffer in buffers.items() if name in persistent)
@@ -191,7 +197,8 @@ def packed_entries(sharded: ShardedModel) -> dict[str, torch.Tensor]:
     names = {name for unit in sharded.units if unit.packed for each in unit.parameters for name in each.names}
     if not names:
         return {}
-    state = sharded.module.state_dict()
+    module = sharded.module
+    state = {saved_name(module, name): value for name, value in module.state_dict().items()}
     return {
         name: value.detach()
         for name, value in state.items()
@@ -314,16 +321,14 @@ def names_within(
     inside of them it has the names of these.
     """
     outermost = sharded.module
-    module = module or outermost
-    named = (*outermost.named_parameters(), *outermost.named_buffers())
+    # Not by its truth, for which wrappers ask the module inside how long it is.
+    module = outermost if module is None else module
+    named = (*saved_parameters(outermost), *saved_buffers(outermost))
     first_of = {id(tensor): name for name, tensor in named}
     for unit in sharded.units:
         first_of |= {id(tensor): each.name for each, tensor in zip(unit.parameters, unit.tensors, strict=True)}
     found: dict[str, list[str]] = {}
-    for name, tensor in (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ):
+    for name, tensor in (*saved_parameters(module, every=True), *saved_buffers(module, every=True)):
         if id(tensor) in first_of:
             found.setdefault(first_of[id(tensor)], []).append(name)
     if module is outermost:
@@ -356,6 +361,16 @@ def first_names(sharded: ShardedModel) -> dict[str, str]:
     return {name: first for first, names in names_within(sharded).items() for name in names}
 
 
+def known_names(sharded: ShardedModel) -> dict[str, str]:
+    """The name in state dicts of each parameter and buffer, by this and by all that it had where wrappers counted."""
+    module, found = sharded.module, {}
+    # Of modules that moved since, names of when it was sharded are known, too.
+    saved = [name for names in names_within(sharded).values() for name in names]
+    for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
+        found[name] = found[without_wrappers(name)] = saved_name(module, name)
+    return found | {name: name for name in saved}
+
+
 def put_inside(sharded: ShardedModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``state``, whole tensors by first name, with parameters of classes of their own for what is inside of these."""
     found = dict(state)
@@ -368,15 +383,15 @@ def put_inside(sharded: ShardedModel, state: Mapping[str, torch.Tensor]) -> dict
 
 def frozen_names(sharded: ShardedModel) -> set[str]:
     """First names of the parameters that need no gradient, of what is inside of them, and of what is saved beside."""
-    found = {name for name, parameter in sharded.module.named_parameters() if not parameter.requires_grad}
+    found = {name for name, parameter in saved_parameters(sharded.module) if not parameter.requires_grad}
     others = _made_of_others(sharded).items()
     inside = {f"{name}.{each.name}" for name, insides in others if name in found for each in insides.inner}
     return found | inside | packed_entries(sharded).keys()
 
 
 def saved_names(module: nn.Module) -> Collection[str]:
-    """All names of parameters and persistent buffers."""
-    return module.state_dict().keys()
+    """All names of parameters and persistent buffers, in the order of ``module.state_dict()``."""
+    return {saved_name(module, name): None for name in module.state_dict()}.keys()
 
 
 def _entries(
@@ -454,11 +469,8 @@ def expected_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parame
 
 
 def _is_known(optimizer: torch.optim.Optimizer) -> bool:
-    kind = type(optimizer)
     # Of those that exchange parameters, and of those that let others step, a copy would not step by itself.
-    together = hasattr(kind, "keeps_at_owners")
-    around = any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
-    return kind.__module__.startswith("torch.optim.") or together or around
+    return type(optimizer).__module__.startswith("torch.optim.") or exchanges(optimizer) or steps_others(optimizer)
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
@@ -480,18 +492,11 @@ def _zeros(shape: Sequence[int], parameter: nn.Parameter) -> nn.Parameter:
 def _state_after_a_step(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], stand_in: nn.Parameter
 ) -> Mapping[str, Any]:
-    # Not copy.copy, which asks the class for less than it needs to step.
-    copied: Any = object.__new__(type(optimizer))
-    copied.__dict__.update(vars(optimizer))
-    copied.state = defaultdict(dict)
-    copied.param_groups = [
-        {key: value for key, value in group.items() if key != "param_names"} | {"params": [stand_in]}
-    ]
-    copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    devices = [stand_in.device] if stand_in.device.type == "cuda" else []
+    own = {key: value for key, value in group.items() if key != "param_names"} | {"params": [stand_in]}
+    copied = copy_to_step(optimizer, defaultdict(dict), [own])
     try:
-        # Some compile their steps, which takes longer than one does. The class's own: schedulers put others around.
-        with _STANCE, torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        with stepping_quickly(copied):
+            # The class's own: schedulers put others around.
             type(optimizer).step(copied)
     except Exception:
         return {}

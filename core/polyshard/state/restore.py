@@ -23,6 +23,7 @@ from ..inspect import (
 )
 from .blocks import Coming, SavedBlocks, is_in_blocks
 from .contents import Joint, Kind, compared_entries, frozen_names, kind_of, model_state, names_within
+from .initial import exchanges
 from .sharded import MODEL, OPTIMIZER, CheckpointTensor, Holding, holdings
 from .source import (
     SavedState,
@@ -69,11 +70,13 @@ class Restore:
         model: bool = True,
         strict: bool = True,
         frozen: bool = True,
+        whole_state: bool = False,
     ) -> None:
         """Match ``sharded``, unless without ``model``, and ``optimizer``, where there is one, with the source's.
 
         ``kind``: the optimizer's saved class; None where the source does not name it. ``strict``, ``frozen``: whether
-        all of the model's names, and those that need no gradient, must be in both.
+        all of the model's names, and those that need no gradient, must be in both. ``whole_state``: whether an
+        optimizer that has state for one trained parameter must have some for all.
 
         Raises ConfigError: they do not fit.
         """
@@ -83,6 +86,8 @@ class Restore:
             self.targets, self.unmatched = _match_model(source, sharded, strict=strict, frozen=frozen)
         self._optimizer = None if optimizer is None else _OptimizerRestore(source, sharded, optimizer, kind)
         if self._optimizer is not None:
+            if whole_state:
+                self._optimizer.refuse_without_state()
             self.targets.update(self._optimizer.targets)
 
     def commit(self) -> None:
@@ -193,6 +198,25 @@ class _OptimizerRestore:
             raise ConfigError(in_lines(wrong))
         self._read_scalars()
 
+    def refuse_without_state(self) -> None:
+        """Raise ConfigError where trained parameters would be without state, and others of their optimizer have some.
+
+        A parameter that got no gradient before the save has none, and so it is everywhere for what needs none.
+        """
+        coming: dict[torch.optim.Optimizer, list[Coming]] = {}
+        for each in self._coming:
+            coming.setdefault(self._optimizer.optimizer_of(each.parameter), []).append(each)
+        for optimizer, held in coming.items():
+            without = [each.holding for each in held if not each.state and each.parameter.requires_grad]
+            lacking = [own.name for holding in without for own in holding.stands_for if own.box is not None]
+            # Of replicas that share their work, each has the state of other parameters.
+            if lacking and not exchanges(optimizer) and any(each.state for each in held):
+                raise ConfigError(
+                    f"{opening(self._source)} has no optimizer state of {listed(lacking)}, which are trained, and has "
+                    f"that of others (rank {self._rank}): they would begin anew. Give all of it; or "
+                    "StateOptions(strict=False), where they got no gradient before the save."
+                )
+
     def commit(self) -> None:
         """Give the optimizer what was read into ``targets``, and what was read before."""
         for each in self._coming:
@@ -291,6 +315,8 @@ class _OptimizerRestore:
         settings: list[dict[str, Any]] = [{} for _ in range(1 + max(path[2] for path in paths.values()))]
         for key, path in paths.items():
             settings[path[2]][path[3]] = values[key]
+        for each in settings:
+            each["params"] = list(map(self._source.named, each["params"]))
         return settings
 
     def _compare_groups(self, held: Mapping[nn.Parameter, Holding]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..inspect import ShardedModel, ShardedParameter
+from ..inspect import ShardedModel, ShardedParameter, saved_parameters
 from ..io.boxes import Box, Chunk
 
 #: Keys of a model's values, and an optimizer's, in all that is saved and loaded.
@@ -145,7 +145,7 @@ def holdings(model: ShardedModel, groups: Sequence[Mapping[str, Any]]) -> dict[n
         flat, local = unit.flat_parameter, unit.flat_local
         if flat is not None and local is not None:
             known[id(flat)] = Holding(local, found, unit.name)
-    for name, parameter in model.module.named_parameters():
+    for name, parameter in saved_parameters(model.module):
         if id(parameter) not in known:
             one = ShardedParameter.outside(name, parameter)
             known[id(parameter)] = Holding(one.tensor, (one,))

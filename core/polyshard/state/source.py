@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from typing_extensions import override
 
 from ..errors import ConfigError, ConfigTypeError
-from ..inspect import ShardedParameter, is_dtensor, local_of, taken_apart
+from ..inspect import ShardedParameter, is_dtensor, local_of, taken_apart, without_wrappers
 from ..io.boxes import Box, Chunk, box_within
 from .sharded import MODEL, OPTIMIZER, CheckpointTensor, whole
 
@@ -46,6 +47,7 @@ class Source(ABC):
     #: Whether values of a model are converted to its dtypes, instead of refused where they are of others.
     converts: bool = False
     _paths: dict[str, _Path]
+    _known: Mapping[str, str] = MappingProxyType({})
     #: Why elements that a target needs may be missing, and what to do.
     remedy: str = "one rank of a pretended world saved it. Load it on the same rank of the same world size."
 
@@ -61,10 +63,31 @@ class Source(ABC):
         """Each key under ``prefix`` and the path of its value."""
         return {key: path for key, path in self._paths.items() if path[: len(prefix)] == prefix}
 
+    def named(self, name: str) -> str:
+        """What is ``name`` there, as state dicts have it now: it may have been saved with what wrappers add."""
+        return as_known(name, self._known)
+
+    def know(self, names: Mapping[str, str]) -> None:
+        """Let paths have the names of a model. ``names``: what ``known_names`` gave of it."""
+        self._known = names
+        self._paths = {key: self._renamed(path) for key, path in self._paths.items()}
+
+    def _renamed(self, path: _Path) -> _Path:
+        if path[0] == MODEL:
+            return MODEL, self.named(".".join(map(str, path[1:])))
+        by_name = path[:2] == (OPTIMIZER, "state") and len(path) > 2
+        return (*path[:2], self.named(path[2]), *path[3:]) if by_name else path
+
     def blank(self, key: str) -> torch.Tensor | None:
         """What ``read`` is given for ``key`` where the value is wanted as it is: a tensor to be filled, or None."""
         entry = self.entry(key)
         return None if entry is None else torch.empty(entry.shape, dtype=entry.dtype)
+
+
+def as_known(name: str, known: Mapping[str, str]) -> str:
+    """What is called ``name``, which may have what wrappers add, without that. ``known``: as of ``known_names``."""
+    bare = without_wrappers(name)
+    return known.get(name) or known.get(bare, bare)
 
 
 def problem_with(source: Source, key: str, what: str, target: Any, where: str) -> str | None:
@@ -158,12 +181,17 @@ class StateDictSource(Source):
         model: Mapping[str, Any] | None,
         optimizer: Mapping[str, Any] | None,
         parameters: Iterable[ShardedParameter],
+        names: Mapping[str, str],
     ) -> None:
-        """``parameters``: of the model. Raises ConfigError: a state dict has another form."""
+        """``parameters``, ``names``: of the model, and what ``known_names`` gave of it.
+
+        Raises ConfigError: a state dict has another form.
+        """
         placed = {name: each.shown for each in parameters for name in each.names}
         given = dict(_flattened(model, optimizer))
         self._paths = {".".join(map(str, path)): path for path in given}
         self._values = {key: given[path] for key, path in self._paths.items()}
+        self.know(names)
         #: Placements by key, of DTensors that are placed otherwise than the parameter: the same on every rank.
         self.gathered = {
             key: value.placements

@@ -17,12 +17,14 @@ from .contents import (
     as_dtensor,
     frozen_names,
     in_order,
+    known_names,
     model_state,
     names_within,
     optimizer_state,
 )
 from .exchange import together
 from .full import full_model_state, full_optimizer_state, require_whole
+from .initial import make_state
 from .restore import Restore, Unmatched
 from .sharded import parameters_of
 from .source import StateDictSource
@@ -49,7 +51,8 @@ class StateOptions:
     form: StateForm | str = StateForm.DTENSOR
     """What ``get_...`` returns."""
     strict: bool = True
-    """Whether ``set_...`` refuses names of a model that are missing or unexpected. Optimizers are always matched."""
+    """Whether ``set_...`` refuses names of a model that are missing or unexpected, and trained parameters without an
+    optimizer's state where others have some. What else an optimizer has is always matched."""
     frozen: bool = True
     """Whether parameters that need no gradient are in the model's state dict. Without them, as adapters are saved,
     ``set_...`` takes a state dict with or without them."""
@@ -88,10 +91,11 @@ def get_model_state_dict(model: nn.Module, options: StateOptions | None = None) 
     names = names_within(sharded, module)
     if options.form in _FULL:
         require_whole(sharded, "get_model_state_dict()")
-        if module is not sharded.module:
-            with together(sharded.collectives, "Preparing a state dict", {"model": sharded.name_of(module)}):
-                pass
-        state = full_model_state(sharded, names, everywhere=options.form is StateForm.FULL)
+        with sharded.meeting("a whole state dict of the model", (sharded.collectives,)):
+            if module is not sharded.module:
+                with together(sharded.collectives, "Preparing a state dict", {"model": sharded.name_of(module)}):
+                    pass
+            state = full_model_state(sharded, names, everywhere=options.form is StateForm.FULL)
         names = names_within(sharded, module, inside=False)
     else:
         state = model_state(sharded, as_dtensor)
@@ -106,24 +110,38 @@ def get_optimizer_state_dict(
     """The optimizer's state by parameter name, in the asked form: ``{"state": ..., "param_groups": [...]}``.
 
     The form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``; several optimizers appear as one.
-    Tensors of a parameter's shape are in the form that its model's state dict has, others as they are. State that an
-    optimizer has not made yet is not there.
+    Tensors of a parameter's shape are in the form that its model's state dict has, others as they are.
+
+    An optimizer that never stepped is given its state first, as torch's function of this name does: that of one step
+    with gradients of zeros and a learning rate of zero, which changes no parameter. So there is something for
+    ``torch.distributed.checkpoint.load`` to read into. One whose gradients are there already stays as it is, without
+    state. Every rank calls it, between steps.
 
     Raises:
         StateError, UnsupportedError, CollectiveError: as ``get_model_state_dict``.
         ConfigError: the optimizer holds a parameter that is not the model's, or state that no other number of ranks
-            could take over.
+            could take over; or it never stepped, and cannot so, as one that needs a closure.
     """
+    sharded, joint = savable_model(model, "get_optimizer_state_dict()"), Joint(optimizer)
+    make_state(sharded, joint.members)
+    return present_optimizer_state_dict(model, optimizer, options)
+
+
+def present_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizers, options: StateOptions | None = None
+) -> dict[str, Any]:
+    """As ``get_optimizer_state_dict``, of the state that there is: an optimizer that never stepped has none."""
     options = options or StateOptions()
     sharded = savable_model(model, "get_optimizer_state_dict()")
     joint = Joint(optimizer)
     if options.form not in _FULL:
         return optimizer_state(sharded, joint, dtensors=True)
     require_whole(sharded, "get_optimizer_state_dict()")
-    with together(sharded.collectives, "Looking at the optimizer's state"):
-        own = optimizer_state(sharded, joint)
     receives = options.form is StateForm.FULL or sharded.collectives.rank == 0
-    return full_optimizer_state(sharded, joint, own, receives=receives)
+    with sharded.meeting("a whole state dict of the optimizer", (sharded.collectives,)):
+        with together(sharded.collectives, "Looking at the optimizer's state"):
+            own = optimizer_state(sharded, joint)
+        return full_optimizer_state(sharded, joint, own, receives=receives)
 
 
 def get_state_dict(
@@ -162,7 +180,8 @@ def set_optimizer_state_dict(
     off must be as it was, and so must the dtypes of states. Tensors as in ``set_model_state_dict``.
 
     Raises:
-        ConfigError: the state is of another optimizer or model; nothing was changed.
+        ConfigError: the state is of another optimizer or model, or lacks that of some trained parameters and has that
+            of others, if ``strict``; nothing was changed.
         StateError, RankMismatchError, CollectiveError: as ``set_model_state_dict``.
     """
     sharded = savable_model(model, "set_optimizer_state_dict()")
@@ -191,10 +210,12 @@ def _set(
 ) -> Unmatched:
     called: dict[str, object] = {}
     with together(sharded.collectives, "Matching the state dict", called):
-        source = StateDictSource(model_values, optimizer_values, list(parameters_of(sharded)))
+        names = known_names(sharded)
+        source = StateDictSource(model_values, optimizer_values, list(parameters_of(sharded)), names)
         called.update(source.gathered)
         given = model_values is not None
-        restore = Restore(source, sharded, joint, model=given, strict=options.strict, frozen=options.frozen)
+        strict, frozen = options.strict, options.frozen
+        restore = Restore(source, sharded, joint, model=given, strict=strict, frozen=frozen, whole_state=strict)
     source.read(restore.targets)
     source.read_gathered(restore.targets)
     restore.commit()

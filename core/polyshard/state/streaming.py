@@ -27,10 +27,18 @@ from ..inspect import (
 )
 from ..interfaces import Collectives
 from ..io.boxes import Box, box_within
-from .contents import compared_entries, first_names, model_state, names_within, outside_units, packed_entries
+from .contents import (
+    compared_entries,
+    first_names,
+    known_names,
+    model_state,
+    names_within,
+    outside_units,
+    packed_entries,
+)
 from .exchange import numbers_of_all, speaks, together
 from .restore import Unmatched
-from .source import chunks_of, in_chunks, listed
+from .source import as_known, chunks_of, in_chunks, listed
 
 #: For each name of the unsharded model the one to hand out, or None to leave it out.
 Renaming = Callable[[str], str | None]
@@ -404,6 +412,7 @@ class _Loading:
         #: Names of settings, which must be as they are.
         self._compared = compared_entries(sharded)
         self._first = first_names(sharded)
+        self._known = known_names(sharded)
         #: The names that came.
         self.seen: set[str] = set()
 
@@ -416,7 +425,8 @@ class _Loading:
         #: By first name, what tells which values came.
         came: dict[str, torch.Tensor] = {}
         unexpected: list[str] = []
-        for name, tensor in pairs:
+        for given, tensor in pairs:
+            name = as_known(given, self._known) if isinstance(given, str) else given
             target = self._find(name, tensor)
             if target is None:
                 unexpected.append(name)
