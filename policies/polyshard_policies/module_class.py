@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from polyshard.errors import ConfigError, did_you_mean
 from polyshard.interfaces import UNIT_OVERRIDES, PluginContext, PolicyContext, UnitPlan, WrapPolicy, resolve_classes
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from typing_extensions import override
 
 #: Containers without a forward: their gather would never be issued, so their parameters belong to the module around.
@@ -284,10 +285,13 @@ class NoSplitModules(WrapPolicy):
 
 
 def candidates(root: nn.Module, context: PolicyContext) -> Iterator[tuple[str, nn.Module]]:
-    """Fully-qualified name and module of all below ``root`` that may be chosen, in the order of ``root.modules()``."""
+    """Fully-qualified name and module of all below ``root`` that may be chosen, in the order of ``root.modules()``.
+
+    ``out_proj`` of ``nn.MultiheadAttention``, which computes with its parameters and never calls it, may not.
+    """
     ignored = all_ignored(context)
     for name, module in root.named_modules():
-        if module is not root and module not in ignored:
+        if module is not root and module not in ignored and not isinstance(module, NonDynamicallyQuantizableLinear):
             yield name, module
 
 

@@ -26,6 +26,8 @@ class _Block(torch.nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(width)
+        # It computes with its ``out_proj`` and never calls it.
+        self.attention = torch.nn.MultiheadAttention(width, 2)
         self.mlp = torch.nn.Sequential(
             torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
         )
@@ -33,7 +35,11 @@ class _Block(torch.nn.Module):
 
     @override
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.dropout(self.mlp(self.norm(x)))
+        x = self.norm(x)
+        # Of one token each: samples are on different ranks.
+        one = x.unsqueeze(0)
+        attended, _ = self.attention(one, one, one, need_weights=False)
+        y: torch.Tensor = x + attended.squeeze(0) + self.dropout(self.mlp(x))
         return y
 
 
@@ -187,7 +193,12 @@ class PolicySuite(LocalPluginSuite):
 
     def test_training_is_that_of_the_unsharded_model(self) -> None:
         training = Training(self.model, self._called, self.device, learning_rate=0.1, eval_mode=True)
-        self._called()
+        root, batch = self._root(), self._called().to(self.device)
+        uncalled = {name for name, _ in _chosen(self.make(), root, PolicyContext(shards=2, device=self.device))}
+        for name, module in root.named_modules():
+            module.register_forward_pre_hook(lambda module, inputs, name=name: uncalled.discard(name))
+        root(batch)
+        assert not uncalled, f"only a call gathers, and the model never calls {sorted(uncalled)}"
         sharded = training.sharded(lambda: {"policy": self.make()})
         sharded.check(training.reference(), self.training_tolerance)
 

@@ -263,9 +263,17 @@ class Answers(WrapPolicy):
 
 
 POLICIES: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]]] = {
-    "list": (lambda root: [root.first], errors.PluginContractError, ("must return a mapping", "Linear")),
-    "none": (lambda root: None, errors.PluginContractError, ("must return a mapping", "None")),
-    "names": (lambda root: {"first": {}}, errors.PluginContractError, ("'first': {}", "mapping of modules")),
+    "list": (
+        lambda root: [root.first],
+        errors.PluginContractError,
+        ("an instance of list", "Return a mapping"),
+    ),
+    "none": (lambda root: None, errors.PluginContractError, ("returned None", "Return a mapping")),
+    "names": (
+        lambda root: {"first": {}},
+        errors.PluginContractError,
+        ("'first': an instance of dict", "mapping"),
+    ),
     "no overrides": (lambda root: {root.first: None}, errors.PluginContractError, (": None", "mapping of modules")),
     "foreign": (lambda root: {nn.Linear(2, 2): {}}, errors.PluginContractError, ("Linear", "not inside the model")),
     "unknown override": (

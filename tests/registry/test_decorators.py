@@ -15,6 +15,7 @@ import torch
 from fake_distribution import install
 from parity import Block, Net, adam, assert_parity, seeded, square_step, units_of
 from polyshard import ShardConfig
+from polyshard.errors import PluginContractError
 from polyshard.interfaces import Collectives, CollectivesDecorator, Group, PluginContext, ReduceOp, Work
 from polyshard_testing import CollectivesSuite, Rank, plugin_context
 from torch import nn
@@ -44,6 +45,13 @@ class Counting(CollectivesDecorator):
     def reduce_scatter(self, out, full, *, op, scratch=None):
         self.counts["reduce"] += 1
         return super().reduce_scatter(out, full, op=op, scratch=scratch)
+
+
+class Forgetful(Counting):
+    api_version = 1
+
+    def all_gather(self, out, shard):
+        super().all_gather(out, shard)
 """
 
 
@@ -93,7 +101,8 @@ class TestOneByOne(TestPlain):
 
 @pytest.fixture(autouse=True)
 def _acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, "acme-counts", "1.0", [("polyshard.collectives", "counting", "acme_counts:Counting")])
+    offers = [("polyshard.collectives", name.lower(), f"acme_counts:{name}") for name in ("Counting", "Forgetful")]
+    install(tmp_path, "acme-counts", "1.0", offers)
     (tmp_path / "acme_counts.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "acme_counts", raising=False)
@@ -124,6 +133,15 @@ def test_a_decorated_backend_trains_as_the_whole_model_does(settings: dict[str, 
         gathers = "no_shard" not in settings.values()
         assert (decorator.counts["gather"] > 0) is gathers
         assert (decorator.counts["reduce"] > 0) is gathers
+
+
+def test_a_batch_through_an_operation_without_work_is_refused_by_plugin_and_package() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    collectives = {"name": "forgetful", "inner": {"name": "fake", "world_size": 2}}
+    polyshard.shard(model, ShardConfig(collectives=collectives, policy="always"))
+    words = r"all_gather of acme_counts:Forgetful \('forgetful', from acme-counts 1\.0\) returned None .* Return a Work"
+    with pytest.raises(PluginContractError, match=words):
+        model(torch.ones(1, 4))
 
 
 def test_everything_else_goes_on_to_the_inner_collectives() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import PathDistribution
@@ -14,6 +15,7 @@ import polyshard
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
 from fake_distribution import install
 from polyshard import ShardConfig, registry
 from polyshard.errors import (
@@ -131,7 +133,7 @@ def test_unknown_name_suggests_and_lists_without_importing(site: Path) -> None:
     assert "acme_blocks  (from acme-shard 2.5)" in message
     assert "module_class  (from polyshard " in message
     assert "acme_bad  (from acme-shard 2.5)" in message
-    assert "`polyshard plugins list` tells their states" in message
+    assert "again after a change of its pyproject.toml. `polyshard plugins list` tells their states" in message
     assert not {"acme_unknown", "acme_bad_module"} & sys.modules.keys()
     (bad,) = by_name(Group.POLICIES, "acme_bad")
     assert (bad.state, bad.error) == (
@@ -192,6 +194,35 @@ def resolved_from(factory: Callable[..., Any], **options: Any) -> Resolved:
     return Resolved(Group.POLICIES, "made", "tests:made", "acme", "1.0", factory, options)
 
 
+@pytest.mark.parametrize(
+    ("annotation", "taken", "refused"),
+    [
+        ("int", [3], [True, "3", 3.0, None]),
+        ("float", [3, 0.5], [True, "64 MiB"]),
+        ("bool", [False], [0, "no"]),
+        ("str", ["3"], [3]),
+        ("Path", ["/scratch", Path("/scratch")], [3]),
+        ("Literal['png', 3]", ["png", 3], ["svg", True]),
+        ("Optional[int]", [3, None], ["3"]),
+        ("int | str | None", [3, "3", None], [True, 0.5]),
+        (int | None, [3, None], ["3"]),
+        # Not compared: what is made of other classes, as of those that a type checker alone imports.
+        ("int | torch.dtype", ["3"], []),
+        ("Sequence[int]", ["3"], []),
+    ],
+)
+def test_options_have_the_types_of_the_signature(annotation: Any, taken: list[Any], refused: list[Any]) -> None:
+    def factory(context: PluginContext, size: Any = None) -> WrapPolicy:
+        raise AssertionError("it is not called")
+
+    factory.__annotations__["size"] = annotation
+    for value in taken:
+        resolved_from(factory, size=value).check_options()
+    for value in refused:
+        with pytest.raises(ConfigError, match=rf"\(from acme 1\.0\) takes .* for size, not {re.escape(repr(value))}"):
+            resolved_from(factory, size=value).check_options()
+
+
 def test_a_type_error_inside_the_constructor_is_not_blamed_on_the_options(context: PluginContext) -> None:
     def factory(context: PluginContext, size: int) -> WrapPolicy:
         raise TypeError("inner trouble")
@@ -230,6 +261,40 @@ def test_objects_that_are_no_plugin_of_the_group_are_refused() -> None:
         resolve(Group.POLICIES, EveryChild)
     with pytest.raises(PluginContractError, match=r"EveryChild is no plugin of polyshard\.offload.*OffloadManager"):
         resolve(Group.OFFLOAD, EveryChild())
+
+
+@pytest.mark.parametrize(
+    ("group", "policy", "written"),
+    [
+        (
+            Group.PRECISION,
+            fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            {"name": "mixed", "param": "bfloat16", "reduce": "float32"},
+        ),
+        (
+            Group.PRECISION,
+            fsdp.MixedPrecisionPolicy(cast_forward_inputs=False),
+            {"name": "mixed", "cast_inputs": False, "cast_root_inputs": False},
+        ),
+        (
+            Group.PRECISION,
+            fsdp.MixedPrecision(buffer_dtype=torch.float16, keep_low_precision_grads=True),
+            {"name": "mixed", "buffer": "float16", "cast_inputs": False, "keep_low_precision_grads": True},
+        ),
+        (Group.OFFLOAD, fsdp.CPUOffloadPolicy(pin_memory=False), {"name": "cpu", "pin_memory": False}),
+        (Group.OFFLOAD, fsdp.OffloadPolicy(), "none"),
+        (Group.OFFLOAD, fsdp.CPUOffload(offload_params=True), "cpu"),
+    ],
+    ids=lambda value: type(value).__name__ if "Policy" in type(value).__name__ else None,
+)
+def test_torchs_policies_are_refused_with_what_to_write(
+    group: Group, policy: object, written: Any, context: PluginContext
+) -> None:
+    setting = group.name.lower()
+    words = f"{type(policy).__name__} of torch.distributed.fsdp is no plugin of {group.value}. Write {setting} = "
+    with pytest.raises(PluginContractError, match=re.escape(f"{words}{written!r} in its place.")):
+        resolve(group, policy)
+    resolve(group, written).construct(context)
 
 
 def test_any_object_is_a_listener(context: PluginContext) -> None:

@@ -82,7 +82,7 @@ TENSORS: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[str, ...]]] = {
     "length": (lambda shard: torch.cat([shard, shard]), ("a tensor (",)),
     "dtype": (lambda shard: shard.double(), ("torch.float64",)),
     "nothing": (lambda shard: None, ("returned None",)),
-    "numbers": (lambda shard: shard.tolist()[:2], ("returned [",)),
+    "numbers": (lambda shard: shard.tolist()[:2], ("returned an instance of list",)),
     "meta": (lambda shard: shard.to("meta"), ("meta device",)),
     "sparse": (lambda shard: shard.to_sparse(), ("torch.sparse_coo",)),
     "inference": (made_in_inference, ("inference mode",)),
@@ -185,7 +185,7 @@ def test_casters_that_answer_something_else(caster: PrecisionCaster, words: tupl
 
 def test_a_manager_without_capabilities() -> None:
     manager = Parking(capabilities={"parks": True})
-    words = ("capabilities of", "Parking", "{'parks': True}", "rank 2", "OffloadCapabilities")
+    words = ("capabilities of", "Parking", "an instance of dict", "rank 2", "OffloadCapabilities")
     refused(Tower(), silent(offload=manager), errors.PluginContractError, *words, twin=Tower())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from polyshard.interfaces import PluginContext, PolicyContext, UnitPlan, WrapPolicy
 from polyshard_testing import PolicySuite, plugin_context
 from suite_faults import WITH_OTHERS, Fault, failing, fault, names_of, plugin_faults, rules_of
@@ -113,6 +114,23 @@ FAULTS = [
 @pytest.mark.parametrize("planted", FAULTS)
 def test_only_these_fail(planted: Fault, others: bool) -> None:
     assert failing(PolicySuite, planted, others) == {planted.fails}
+
+
+def test_a_unit_that_the_model_never_calls_is_named() -> None:
+    class Suite(PolicySuite):
+        def make(self) -> WrapPolicy:
+            linears = Sound(plugin_context())
+            linears.classes = (nn.Linear,)
+            return linears
+
+        def model(self) -> nn.Module:
+            return nn.TransformerEncoderLayer(16, 2, 16)
+
+        def batch(self) -> torch.Tensor:
+            return torch.ones(1, 4, 16)
+
+    with pytest.raises(AssertionError, match=r"the model never calls \['self_attn\.out_proj'\]"):
+        Suite().test_training_is_that_of_the_unsharded_model()
 
 
 def test_every_test_is_the_one_that_catches_something() -> None:

@@ -127,7 +127,7 @@ def test_what_was_written_and_what_comes_next_are_printed(here: Path, capsys: py
 def test_a_new_package_is_built_as_an_index_takes_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whose = ("--author", 'Ada Q. "Quarry" <ada@quarry.example>', "--license", "MIT OR Apache-2.0")
     assert main(["new", "collectives", "slate", *whose]) == 0
-    assert "Before it is published" not in capsys.readouterr().out
+    assert "Before it is published, it needs: LICENSE\n" in capsys.readouterr().out
     run("build", "--no-isolation", "--outdir", "dist", "polyshard-slate")
     run("twine", "check", "--strict", *map(str, (here / "dist").iterdir()))
     (wheel,) = (here / "dist").glob("*.whl")
@@ -164,6 +164,25 @@ def test_what_metadata_cannot_say_is_refused(
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.parametrize("licence", ["Apache-2.0", "BSD-3-Clause", "MIT"])
+def test_a_common_licence_is_written_with_its_holder(
+    licence: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new", "policy", "slate", "--author", "Ada <ada@quarry.example>", "--license", licence]) == 0
+    assert "Before it is published" not in capsys.readouterr().out
+    text = (here / "polyshard-slate" / "LICENSE").read_text()
+    assert " Ada\n" in text
+    assert "IS" in text
+
+
+def test_what_is_left_to_be_written_is_marked(here: Path) -> None:
+    assert main(["new", "policy", "slate"]) == 0
+    text = (here / "polyshard-slate" / "pyproject.toml").read_text()
+    assert [line.partition("TODO: ")[2].split()[0] for line in text.splitlines() if "TODO" in line] == [
+        "what", "license", "authors", "where",
+    ]  # fmt: skip
+
+
 def test_a_package_that_is_there_has_its_own_author(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = tree(foreign)
     assert "it has its own" in refusal(capsys, "policy", "veins", "--into", "tools", "--author", "Ada")
@@ -176,7 +195,7 @@ def test_a_program_reads_what_was_written(here: Path, capsys: pytest.CaptureFixt
     package = here / written["folder"]
     assert {package / name for name in written["added"]} == {path for path in package.rglob("*") if path.is_file()}
     assert written["setting"] == 'collectives = "slate"'
-    assert written["missing"] == ["license", "authors"]
+    assert written["missing"] == ["license", "authors", "LICENSE"]
 
 
 def test_inside_of_a_package_it_gets_one_more(
@@ -203,7 +222,7 @@ def test_inside_of_a_package_it_gets_one_more(
         "polyshard.plugins": {"watch": "polyshard_shelf.watch:Watch"},
     }
     readme = after["README.md"].decode().splitlines()
-    start = readme.index('- `offload = "shelf"`: [src/polyshard_shelf/shelf.py](src/polyshard_shelf/shelf.py)')
+    start = readme.index('- `offload = "shelf"`: `src/polyshard_shelf/shelf.py`')
     assert [line.split("`")[1] for line in readme[start : start + 3]] == [
         'offload = "shelf"',
         'offload = "cellar"',

@@ -12,7 +12,9 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from typing_extensions import override
 
-from ..errors import different_calls
+from ..errors import PluginContractError, different_calls
+from .messages import plugin_name, told
+from .units import UnitSpec
 
 #: The largest world size: plans and messages list ranks.
 MOST_RANKS = 1 << 20
@@ -87,13 +89,28 @@ class _PackedGather:
         torch.cat(shards, out=rows[rank])
         self._outs = [out.view(torch.uint8).view(ranks, size) for (out, _), size in zip(pairs, sizes, strict=True)]
         self._columns = torch.split(rows, sizes, dim=1)
-        self._work = among.all_gather(rows.view(-1), rows[rank])
+        self._work = issued(among.all_gather(rows.view(-1), rows[rank]), "all_gather", among)
 
     def wait(self) -> None:
         self._work.wait()
         for out, column in zip(self._outs, self._columns, strict=True):
             out.copy_(column)
         self._outs, self._columns = [], ()
+
+
+def issued(work: Any, operation: str, collectives: Collectives, unit: UnitSpec | None = None) -> Work:
+    """``work``, which ``operation`` of ``collectives`` returned. ``unit``: None for several.
+
+    Raises PluginContractError: it cannot be waited for.
+    """
+    if not hasattr(work, "wait"):
+        about = "" if unit is None else f" for unit '{unit.label}'"
+        raise PluginContractError(
+            f"{operation} of {plugin_name(collectives)} returned {told(work)}{about} (rank {collectives.rank}), "
+            "which cannot be waited for. Return a Work, COMPLETED where nothing is left to do."
+        )
+    done: Work = work
+    return done
 
 
 def _can_be_packed(among: Collectives, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
@@ -249,7 +266,7 @@ class Collectives(ABC):
         """
         if len(pairs) > 1 and sum(out.nbytes for out, _ in pairs) <= PACKED_NBYTES and _can_be_packed(self, pairs):
             return _PackedGather(self, pairs)
-        return _Together([self.all_gather(out, shard) for out, shard in pairs])
+        return _Together([issued(self.all_gather(out, shard), "all_gather", self) for out, shard in pairs])
 
     @abstractmethod
     def reduce_scatter(
@@ -270,7 +287,8 @@ class Collectives(ABC):
 
         Called for neighbouring units of medium size, and for the units of one module; see ``all_gather_many``.
         """
-        return _Together([self.reduce_scatter(out, full, op=op, scratch=scratch) for out, full, scratch in triples])
+        works = (self.reduce_scatter(out, full, op=op, scratch=scratch) for out, full, scratch in triples)
+        return _Together([issued(work, "reduce_scatter", self) for work in works])
 
     def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
         """Bytes of scratch that ``reduce_scatter`` wants for a ``full`` of ``numel`` elements; 0 for none."""
@@ -372,8 +390,9 @@ class CollectivesDecorator(Collectives):
                 self.gathers += 1
                 return super().all_gather(out, shard)
 
-    Where a subclass overrides ``all_gather`` or ``reduce_scatter`` alone, batches call it once for each operation. A
-    subclass that changes what an operation needs (leased memory, capture, streams) changes ``capabilities`` as well.
+    Where a subclass overrides ``all_gather`` or ``reduce_scatter`` alone, batches go through that, and not through
+    ``all_gather_many`` or ``reduce_scatter_many`` of ``inner``. A subclass that changes what an operation needs (leased
+    memory, capture, streams) changes ``capabilities`` as well.
     """
 
     inner: Collectives

@@ -172,11 +172,14 @@ class PrecisionCaster(ABC):
         """The dtypes of ``unit``."""
 
     def leaves_alone(self, module: torch.nn.Module) -> bool:
-        """Whether ``module``, and the parameters directly in it, keep full precision (a unit of their own)."""
+        """Whether ``module``, which no policy chose, is a unit of its own, and no more.
+
+        ``dtypes`` and the casts answer for it by ``unit.module_class``, as for any other unit.
+        """
         return False
 
     def keeps_dtype(self, unit: UnitSpec, name: str) -> bool:
-        """Whether the parameter ``name`` computes in its own dtype, beside others of its module that do not.
+        """Whether the parameter ``name``, in the model, computes in its own dtype, beside others that do not.
 
         Those of a module are a unit of their own, whose ``keeps_dtype`` says so. ``unit`` has no sizes yet.
         """

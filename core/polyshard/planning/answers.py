@@ -22,8 +22,10 @@ from ..interfaces import (
     UnitDtypes,
     UnitSpec,
     WireSpec,
-    Work,
 )
+from ..interfaces.collectives import issued as issued
+from ..interfaces.messages import plugin_name as plugin_name
+from ..interfaces.messages import told
 
 
 def refuse_unable(plugin: PrecisionCaster | OffloadManager | Collectives, rank: int) -> None:
@@ -32,8 +34,7 @@ def refuse_unable(plugin: PrecisionCaster | OffloadManager | Collectives, rank: 
     answer: Any = plugin.capabilities
     if not isinstance(answer, wanted):
         raise PluginContractError(
-            f"capabilities of {plugin_name(plugin)} are {answer!r} (rank {rank}), which are no {wanted.__name__}. "
-            f"Answer a {wanted.__name__}."
+            f"capabilities of {plugin_name(plugin)} are {told(answer)} (rank {rank}). Answer a {wanted.__name__}."
         )
     for field in dataclasses.fields(wanted):
         value = getattr(answer, field.name)
@@ -135,7 +136,7 @@ def _is_nbytes(value: object) -> bool:
 
 
 def leaves_alone(caster: PrecisionCaster, module: torch.nn.Module, name: str, rank: int) -> bool:
-    """Whether ``module``, of the fully-qualified ``name``, keeps full precision.
+    """Whether ``caster`` makes ``module``, of the fully-qualified ``name``, a unit of its own.
 
     Raises PluginContractError: neither True nor False.
     """
@@ -161,14 +162,15 @@ def parked_of(offload: OffloadManager, units: Sequence[UnitSpec], rank: int) -> 
     answer: object = offload.units_to_park(units)
     if not isinstance(answer, Collection) or isinstance(answer, str):
         raise PluginContractError(
-            f"units_to_park of {plugin_name(offload)} returned {answer!r} (rank {rank}), which is no collection of "
-            "units. Return those of the given units that are parked."
+            f"units_to_park of {plugin_name(offload)} returned {told(answer)} (rank {rank}), which is no collection "
+            "of units. Return those of the given units that are parked."
         )
     known = frozenset(units)
     for each in answer:
         if not isinstance(each, UnitSpec) or each not in known:
+            what = f"unit '{each.label}'" if isinstance(each, UnitSpec) else told(each)
             raise PluginContractError(
-                f"units_to_park of {plugin_name(offload)} returned {each!r} (rank {rank}), which is none of the units "
+                f"units_to_park of {plugin_name(offload)} returned {what} (rank {rank}), which is none of the units "
                 "that it was given. Return the given objects."
             )
     return known & frozenset(answer)
@@ -209,30 +211,10 @@ def refuse_gradient(
         )
 
 
-def issued(work: Any, operation: str, collectives: Collectives, unit: UnitSpec | None = None) -> Work:
-    """``work``, which ``operation`` of ``collectives`` returned. ``unit``: None for several.
-
-    Raises PluginContractError: it cannot be waited for.
-    """
-    if not hasattr(work, "wait"):
-        about = "" if unit is None else f" for unit '{unit.label}'"
-        raise PluginContractError(
-            f"{operation} of {plugin_name(collectives)} returned {work!r}{about} (rank {collectives.rank}), which "
-            "cannot be waited for. Return a Work, COMPLETED where nothing is left to do."
-        )
-    done: Work = work
-    return done
-
-
-def plugin_name(plugin: object) -> str:
-    """The class of ``plugin`` with its module, for messages."""
-    return f"{type(plugin).__module__}:{type(plugin).__qualname__}"
-
-
 def tensor_fault(tensor: Any, shape: torch.Size, dtype: torch.dtype) -> str:
     """The fault of ``tensor``, which should be contiguous and have memory, as text; empty for no fault."""
     if not isinstance(tensor, torch.Tensor):
-        return f"{tensor!r}"
+        return told(tensor)
     if tensor.layout is not torch.strided:
         return f"a {tensor.layout} tensor"
     if tensor.shape != shape or tensor.dtype is not dtype:
@@ -254,4 +236,5 @@ def yes_or_no(caster: PrecisionCaster, question: str, answer: Any, about: str, r
 
 
 def _answered(caster: PrecisionCaster, question: str, answer: object, about: str, rank: int) -> str:
-    return f"{question} of {plugin_name(caster)} answered {answer!r} for {about} (rank {rank})"
+    shown = repr(answer) if isinstance(answer, UnitDtypes | WireSpec) else told(answer)
+    return f"{question} of {plugin_name(caster)} answered {shown} for {about} (rank {rank})"

@@ -37,6 +37,7 @@ from ..errors import (
     did_you_mean,
 )
 from ..interfaces import UNIT_OVERRIDES, UnitPlan
+from ..interfaces.messages import told
 from . import thresholds
 from .answers import is_packed
 from .extensions import Insides, gathers_itself, protocol_fault
@@ -203,6 +204,7 @@ def plan_modules(
     placed: Mapping[nn.Parameter, ParameterPlace] = MappingProxyType({}),
     rank: int = 0,
     divides: bool = False,
+    policy: str = "a wrap policy",
 ) -> list[ModuleParameters]:
     """Assign every parameter of ``root`` to the innermost chosen module that contains all of its uses.
 
@@ -214,6 +216,7 @@ def plan_modules(
         placed: What a face says of parameters.
         rank: Of this process, for messages.
         divides: Whether large modules before and behind the chosen ones may be split off ``root``.
+        policy: Who chose, for messages.
 
     Returns:
         ``root`` first, with or without parameters of its own; the others in module order, less those without any.
@@ -225,7 +228,7 @@ def plan_modules(
         ConfigError: a setting in ``chosen`` is none that a unit can have.
     """
     names = names or {module: name for name, module in root.named_modules()}
-    overrides = _checked(chosen, names, rank)
+    overrides = _checked(chosen, names, rank, policy)
     uses: dict[nn.Parameter, list[_Use]] = {}
     for use in _uses(root, overrides, ignored_modules, ignored_parameters):
         uses.setdefault(use.parameter, []).append(use)
@@ -560,40 +563,38 @@ def refuse_sharded(root: nn.Module, rank: int) -> None:
             )
 
 
-def _checked(chosen: UnitPlan, names: Mapping[nn.Module, str], rank: int) -> dict[nn.Module, Mapping[str, Any]]:
+def _checked(
+    chosen: UnitPlan, names: Mapping[nn.Module, str], rank: int, policy: str
+) -> dict[nn.Module, Mapping[str, Any]]:
+    cure = "Return a mapping of modules to overrides: {module: {}} for each module that becomes a unit."
     if not isinstance(chosen, Mapping):
-        raise PluginContractError(
-            f"A wrap policy must return a mapping of modules to overrides, but it returned {chosen!r} (rank {rank}). "
-            "Return {module: {}} for each module that becomes a unit."
-        )
+        raise PluginContractError(f"plan of {policy} returned {told(chosen)} (rank {rank}). {cure}")
     for module, overrides in chosen.items():
         if not isinstance(module, nn.Module) or not isinstance(overrides, Mapping):
-            raise PluginContractError(
-                f"A wrap policy must return a mapping of modules to overrides, but it has the entry "
-                f"{module!r}: {overrides!r} (rank {rank}). Return {{module: {{}}}} for each module that becomes a unit."
-            )
+            entry = f"{told(module)}: {told(overrides)}"
+            raise PluginContractError(f"plan of {policy} has the entry {entry} (rank {rank}). {cure}")
         if module not in names:
             raise PluginContractError(
-                f"A wrap policy chose a {type(module).__name__} that is not inside the model (rank {rank}). "
-                "Choose from root.modules()."
+                f"plan of {policy} has a {type(module).__name__} that is not inside the model (rank {rank}). Choose "
+                "from root.modules()."
             )
         unknown = sorted(set(overrides) - set(UNIT_OVERRIDES))
         if unknown:
             raise ConfigError(
-                f"A wrap policy overrides {', '.join(unknown)} for '{names[module]}' (rank {rank}), which no unit has. "
-                f"A unit has: {', '.join(UNIT_OVERRIDES)}."
+                f"plan of {policy} overrides {', '.join(unknown)} for '{names[module]}' (rank {rank}), which no unit "
+                f"has. A unit has: {', '.join(UNIT_OVERRIDES)}."
             )
         releases = overrides.get("reshard_after_forward")
         if releases is not None and (not isinstance(releases, int) or releases < 1) and releases is not False:
             raise ConfigError(
-                f"A wrap policy overrides reshard_after_forward for '{names[module]}' by {releases!r} (rank {rank}). "
-                "Give True, False, None, or the number of ranks that keep it whole together."
+                f"plan of {policy} overrides reshard_after_forward for '{names[module]}' by {releases!r} (rank "
+                f"{rank}). Give True, False, None, or the number of ranks that keep it whole together."
             )
         placement = overrides.get("placement")
         by_name = placement if isinstance(placement, Mapping) else {"": 0 if placement is None else placement}
         if not all(isinstance(name, str) and type(dim) is int and dim >= 0 for name, dim in by_name.items()):
             raise ConfigError(
-                f"A wrap policy overrides placement for '{names[module]}' by {placement!r} (rank {rank}). Give a "
+                f"plan of {policy} overrides placement for '{names[module]}' by {placement!r} (rank {rank}). Give a "
                 "dimension, 0 or more, or a mapping from names of parameters in the module to dimensions."
             )
         refuse_wrong_overrides(overrides, f"'{names[module]}' (rank {rank})")

@@ -221,7 +221,8 @@ def _not_found(group: Group, spec: PluginSpec, offers: list[Offer]) -> str:
     lines += [f"  {offer.name}  (from {offer.origin})" for offer in offers]
     # Their states are unknown here: a misspelt name must not import plugins.
     lines.append(
-        "Name one of them, or install the package that offers it. `polyshard plugins list` tells their states."
+        "Name one of them, or install the package that offers it: again after a change of its pyproject.toml. "
+        "`polyshard plugins list` tells their states."
     )
     return "\n".join(lines)
 

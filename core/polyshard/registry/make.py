@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import numbers
+import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Optional, Union, get_args, get_origin
 
 import torch
 from typing_extensions import override
@@ -13,6 +18,7 @@ from typing_extensions import override
 from ..config import PluginChoice, PluginSpec, did_you_mean
 from ..errors import ConfigError, PluginContractError, PluginLoadError, PolyshardError, StateError
 from ..interfaces import Collectives, Group, PluginContext
+from ..interfaces.messages import ORIGIN
 from .check import CONTRACTS, check_api_version, instance_faults, qualified, refuse_faults
 from .find import choose, file_of, load, offers_of
 
@@ -56,6 +62,10 @@ class Resolved:
                 f"{self.label} must construct {wanted}, but {self.value} returned "
                 f"{'None' if instance is None else f'an instance of {qualified(type(instance))}'}."
             )
+        if self.distribution:
+            # Objects with slots go without.
+            with suppress(AttributeError):
+                object.__setattr__(instance, ORIGIN, f"{self.name!r}, from {self.distribution} {self.version}")
         # A class was checked before it was called.
         if self.factory is not type(instance):
             where = f"{self.label}, an instance of {qualified(type(instance))},"
@@ -65,7 +75,8 @@ class Resolved:
     def check_options(self) -> None:
         """Compare the options with the factory's signature, without calling it.
 
-        Raises ``ConfigError`` for options that it does not take or that are missing.
+        Raises ``ConfigError`` for options that it does not take, that are missing, or whose values its annotations
+        exclude.
         """
         try:
             signature = inspect.signature(self.factory)
@@ -81,12 +92,50 @@ class Resolved:
             raise ConfigError(
                 f"{self.label} {problem}.{suggestion} Its options: {', '.join(map(str, taken.values())) or 'none'}."
             ) from error
+        wanted = {name: each.annotation for name, each in signature.parameters.items() if name in self.options}
+        wrong = [name for name, annotation in wanted.items() if not _fits(self.options[name], annotation)]
+        if wrong:
+            told = "; ".join(f"{_formatted(wanted[name])} for {name}, not {self.options[name]!r}" for name in wrong)
+            raise ConfigError(f"{self.label} takes {told}.")
 
     @property
     def label(self) -> str:
         """The plugin, its group and its package, for messages."""
         origin = f" (from {self.distribution} {self.version})" if self.distribution else ""
         return f"plugin {self.name!r} of {self.group.value}{origin}"
+
+
+#: Annotations that options are compared with, by their text, and the classes of values that they take.
+_TAKES: Mapping[Any, type | tuple[type, ...]] = {
+    bool: bool,
+    int: numbers.Integral,
+    float: numbers.Real,
+    str: (str, os.PathLike),
+    Path: (str, os.PathLike),
+    type(None): type(None),
+}
+_NAMES = {"Literal": Literal, "None": None, "Optional": Optional} | {each.__name__: each for each in _TAKES}
+
+
+def _formatted(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _fits(value: object, annotation: Any) -> bool:
+    """Whether ``annotation`` takes ``value``: True of all that is not made of ``_TAKES``, ``Literal`` and unions."""
+    if isinstance(annotation, str):
+        try:
+            # Of these names alone: the modules of others may be imported for type checkers only.
+            annotation = eval(annotation, {"__builtins__": {}}, _NAMES)
+        except Exception:
+            return True
+    if get_origin(annotation) is Literal:
+        return any(type(each) is type(value) and each == value for each in get_args(annotation))
+    if get_origin(annotation) in (Union, UnionType):
+        return any(_fits(value, each) for each in get_args(annotation))
+    taken = _TAKES.get(annotation, object) if isinstance(annotation, type) else object
+    # True is an int to Python, and a slip in a configuration.
+    return isinstance(value, taken) and (taken in (bool, object) or not isinstance(value, bool))
 
 
 def option_parameters(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
@@ -126,6 +175,11 @@ def _given(group: Group, plugin: object) -> Resolved:
             hint = f" {plugin.__name__} is the class: pass an instance."
         elif isinstance(plugin, torch.dtype):
             hint = did_you_mean(str(plugin).removeprefix("torch."), (offer.name for offer in offers_of(group)))
+        elif (table := _table_of_policy(plugin)) is not None:
+            raise PluginContractError(
+                f"{cls.__name__} of torch.distributed.fsdp is no plugin of {group.value}. Write {group.name.lower()} = "
+                f"{table!r} in its place."
+            )
         raise PluginContractError(
             f"an instance of {qualified(cls)} is no plugin of {group.value}.{hint} Give a name, a table with a name, "
             f"or an instance of polyshard.interfaces.{contract.__name__}."
@@ -136,6 +190,39 @@ def _given(group: Group, plugin: object) -> Resolved:
         check_api_version(group, plugin, where)
     refuse_faults(where, instance_faults(group, plugin))
     return Resolved(group, cls.__name__, qualified(cls), "", "", lambda context: plugin)
+
+
+#: Fields of torch's policies, for FSDP1 and FSDP2, as options of ``mixed``.
+_MIXED = {
+    "param_dtype": "param",
+    "reduce_dtype": "reduce",
+    "buffer_dtype": "buffer",
+    "output_dtype": "output",
+    "cast_forward_inputs": "cast_inputs",
+    "cast_root_forward_inputs": "cast_root_inputs",
+    "keep_low_precision_grads": "keep_low_precision_grads",
+}
+
+
+def _table_of_policy(given: object) -> object:
+    """What to write in the place of a policy object of ``torch.distributed.fsdp``; None for other objects."""
+    names = {kind.__name__ for kind in type(given).__mro__ if kind.__module__.startswith("torch.distributed.fsdp")}
+    fields = {name: getattr(given, name) for name in (*_MIXED, "pin_memory", "offload_params") if hasattr(given, name)}
+    if names & {"MixedPrecisionPolicy", "MixedPrecision"}:
+        # Of FSDP2 it is said once for all modules.
+        fields.setdefault("cast_root_forward_inputs", fields.get("cast_forward_inputs", True))
+        options = {option: fields[name] for name, option in _MIXED.items() if name in fields}
+        plain = {"cast_inputs": True, "cast_root_inputs": True, "keep_low_precision_grads": False}
+        kept = {name: value for name, value in options.items() if value is not None and value is not plain.get(name)}
+        return {"name": "mixed"} | {
+            name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+            for name, value in kept.items()
+        }
+    if "CPUOffloadPolicy" in names:
+        return {"name": "cpu", "pin_memory": fields["pin_memory"]}
+    if names & {"CPUOffload", "OffloadPolicy"}:
+        return "cpu" if fields.get("offload_params") else "none"
+    return None
 
 
 @dataclass(frozen=True)

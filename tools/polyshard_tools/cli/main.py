@@ -121,5 +121,5 @@ def _new(arguments: argparse.Namespace) -> int:
     print(f"  polyshard plugins check {written.distribution}:{written.name}")
     print(f"\nA configuration picks it by: {written.kind.setting(written.name)}")
     if written.missing:
-        print(f"Before it is published, pyproject.toml needs: {' and '.join(written.missing)}")
+        print(f"Before it is published, it needs: {', '.join(written.missing)}")
     return 0

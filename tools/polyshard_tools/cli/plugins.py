@@ -140,7 +140,7 @@ def _check_options(resolved: registry.Resolved) -> None:
     if resolved.group is Group.COLLECTIVES:
         taken = _parameters(resolved)
         by_rank = (*_GIVEN_BY_RANK, *(("world",) if hasattr(resolved.factory, "make_world") else ()))
-        given = {**{name: None for name in by_rank if name in taken}, **given}
+        given = {**{name: 1 for name in by_rank if name in taken}, **given}
     missing = [
         name
         for name, parameter in _parameters(resolved).items()

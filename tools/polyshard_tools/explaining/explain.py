@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -258,8 +259,17 @@ def _options(resolved: registry.Resolved, source: OptionSource) -> tuple[Value, 
     return tuple(everything[name] for name in dict.fromkeys([*ordered, *values]))
 
 
-#: Errors of a factory that misses ranks or a device. A wrong option is an error here, too.
-_MISSES = (StateError, CollectiveError, PluginLoadError)
+#: Parts of torch that raise where ranks or a device are missing.
+_NEEDED = ("torch.distributed", "torch.cuda")
+
+
+def _misses_ranks_or_device(error: PolyshardError) -> bool:
+    """Whether a factory raised ``error`` for what ``explain`` has not, rather than for a mistake."""
+    cause = error.__cause__
+    if not isinstance(error, PluginLoadError) or cause is None:
+        return isinstance(error, StateError | CollectiveError)
+    *_, (innermost, _) = traceback.walk_tb(cause.__traceback__)
+    return str(innermost.f_globals.get("__name__")).startswith(_NEEDED)
 
 
 @dataclass(frozen=True)
@@ -296,9 +306,9 @@ class Workbench:
 
         try:
             made = registry.construct(resolved, context, make_inner)
-        except _MISSES as error:
+        except PolyshardError as error:
             # What an inner plugin misses is stood in for already: what it raises is wrong anywhere.
-            if group not in _STAND_INS or error in refused:
+            if group not in _STAND_INS or error in refused or not _misses_ranks_or_device(error):
                 raise
             return Tried(resolved, self.stand_in(group, context), tuple(inner), absent=str(error))
         return Tried(resolved, made.instance, made.inner)

@@ -26,11 +26,13 @@ from .files import Pyproject, write_all
 
 _AUTHOR = re.compile(r"(?P<name>[^<>\n]*[^<>\s])(?:\s*<(?P<email>[^<>\s]+@[^<>\s]+)>)?")
 _LICENCE = re.compile(r"[A-Za-z0-9.+-]+(?: (?:AND|OR|WITH) [A-Za-z0-9.+-]+)*")
+#: Licences that have templates.
+_TEXTS = frozenset({"Apache-2.0", "BSD-3-Clause", "MIT"})
 _PLUGIN = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
 #: Names of distributions as package indexes take them: https://packaging.python.org/specifications/name-normalization.
 _DISTRIBUTION = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 #: A plugin in the list of a README, behind which the next one is put.
-_LISTED = re.compile(r"- `.*`: \[.*\]\(.*\.py\)$")
+_LISTED = re.compile(r"- `.*`: .*\.py\W+$")
 
 
 class Kind(enum.Enum):
@@ -81,17 +83,25 @@ class Ownership:
 
     def toml(self) -> str:
         """The lines of ``[project]``."""
-        lines = f'license = "{self.licence}"\n' if self.licence else ""
+        lines = f'license = "{self.licence}"\n' if self.licence else "# TODO: license\n"
         if found := _AUTHOR.fullmatch(self.author):
             # A string of JSON is one of TOML.
             values = {key: json.dumps(text, ensure_ascii=False) for key, text in found.groupdict().items() if text}
-            lines += f"authors = [{{ {', '.join(f'{key} = {text}' for key, text in values.items())} }}]\n"
-        return lines
+            return lines + f"authors = [{{ {', '.join(f'{key} = {text}' for key, text in values.items())} }}]\n"
+        return lines + "# TODO: authors\n"
+
+    def text(self) -> str | None:
+        """The licence's text, or a notice that names it; None where no template has it."""
+        if self.licence not in _TEXTS:
+            return None
+        found = _AUTHOR.fullmatch(self.author)
+        holder = found["name"] if found else "TODO: whose it is"
+        return _filled(self.licence, {"holder": holder})
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The keys of ``[project]`` that an index's readers would miss."""
-        given = {"license": self.licence, "authors": self.author}
+        """The keys of ``[project]``, and the file, that an index's readers would miss."""
+        given = {"license": self.licence, "authors": self.author, "LICENSE": self.licence in _TEXTS}
         return tuple(key for key, value in given.items() if not value)
 
 
@@ -109,7 +119,7 @@ class Written:
     changed: tuple[Path, ...] = ()
     """Files that were there, inside of ``folder``."""
     missing: tuple[str, ...] = ()
-    """Keys of its ``[project]`` that are to be written before it is published."""
+    """Keys of its ``[project]``, and the file ``LICENSE``: to be written before it is published."""
 
     def as_json(self) -> dict[str, Any]:
         """Values of JSON: the fields, with paths as text, and the setting that picks the plugin."""
@@ -178,6 +188,9 @@ def _new(kind: Kind, name: str, class_name: str, folder: Path, ownership: Owners
         f"src/{module}/{name}.py": _filled(f"{kind.value}.py", values),
         f"tests/test_{name}.py": _filled(f"{kind.value}_test.py", values),
     }
+    licence = ownership.text()
+    if licence is not None:
+        contents["LICENSE"] = licence
     write_all({folder / path: text for path, text in contents.items()}, {})
     return Written(folder, distribution, name, kind, tuple(map(Path, contents)), missing=ownership.missing)
 
@@ -224,9 +237,8 @@ def _source(folder: Path, module: str) -> Path:
 
 
 def _entry(kind: Kind, name: str, source: str) -> str:
-    """The plugin's line in the list of a README."""
-    code = f"{source}/{name}.py"
-    return f"- `{kind.setting(name)}`: [{code}]({code})"
+    """The plugin's line in the list of a README. A link into the package would lead nowhere on a package index."""
+    return f"- `{kind.setting(name)}`: `{source}/{name}.py`"
 
 
 def _with_entry(readme: Path, entry: str) -> str | None:
