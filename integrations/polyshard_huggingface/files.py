@@ -19,7 +19,14 @@ from polyshard.inspect import without_wrappers
 from polyshard.io.files import naming
 from polyshard.io.memory import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from polyshard.state.source import listed
-from safetensors import SafetensorError, safe_open
+
+try:
+    from safetensors import SafetensorError, safe_open
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "polyshard_huggingface reads and writes files by safetensors: install polyshard's extra 'huggingface'",
+        name=error.name,
+    ) from error
 
 #: What Transformers calls them.
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
