@@ -272,6 +272,7 @@ class FSDPRoot(Root):
                 assert isinstance(unit, FlatUnit)
                 unit.flat_gradients.show_unreduced()
 
+    @override
     def _turn(self) -> None:
         """Hand reduced gradients over while parameters are shards, which those of the other forward gather again."""
         self.reducer.flush()

@@ -362,7 +362,7 @@ def test_a_module_that_some_ranks_run_is_refused_and_may_stay_with_the_root() ->
         return tailed_step(model, turn, rank)
 
     model = seeded(Extra)
-    with pytest.raises(RankMismatchError, match=r"all_gather of head(.|\n)*same modules in the same order"):
+    with pytest.raises(RankMismatchError, match=r"all_gather of head(.|\n)*same calls in the same order"):
         train_sharded(model, on_some, 2, settings={"policy": units_of(Block)})
     whole = {"policy": units_of(Block), "split_root": False}
     assert_same(train_sharded(model, on_some, 2, settings=whole), train_reference(model, on_some, 2))

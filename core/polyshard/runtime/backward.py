@@ -12,7 +12,7 @@ nothing is done early.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -88,11 +88,11 @@ class ForwardRecord(Generic[T]):
 class BackwardPass(Generic[T]):
     """The backward that runs, along the records of the forwards that it goes through, and how far it has come."""
 
-    def __init__(self, units: Sequence[Trained]) -> None:
-        """``units``: all of the model's."""
+    def __init__(self, units: Sequence[Trained], turn: Callable[[], None]) -> None:
+        """``units``: all of the model's. ``turn``: called where it leaves one forward for an earlier one."""
         #: Whether it adds to gradients: ``autograd.grad`` does not.
         self.accumulates = False
-        self._units = units
+        self._units, self._turn = units, turn
         # The record that it follows; None before the first.
         self._record: ForwardRecord[T] | None = None
         # Records that it is done with.
@@ -139,6 +139,8 @@ class BackwardPass(Generic[T]):
         """
         if forward_record is not self._record and forward_record not in self._left:
             self._follow(self._rest())
+            if self._record is not None:
+                self._turn()
             for between in self._behind(forward_record):
                 self._go_through(between)
             self.begin(forward_record)

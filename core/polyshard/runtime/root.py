@@ -146,7 +146,7 @@ class Root:
         self._backward_may_end: Callable[[], object] = lambda: None
         self._when_given_up = partial(_tell_failed_backward, weakref.ref(self))
         #: The backward that runs.
-        self.backward: BackwardPass[ModuleState] = BackwardPass(self.units)
+        self.backward: BackwardPass[ModuleState] = BackwardPass(self.units, self._turn)
         #: Whether an optimizer changed parameters inside of the forward that began last.
         self.outdated = False
         #: Finds modules and parameters that came into the model later; None where nobody looks.
@@ -453,6 +453,9 @@ class Root:
             self._named = False
         if self._backward_may_end is before and self.phase is Phase.IDLE and self.forward_record.records:
             self._follow_last_forward()
+
+    def _turn(self) -> None:
+        """A backward leaves one forward, and goes on with an earlier one. For subclasses."""
 
     def end_backward(self) -> None:
         """All gradients of this backward have been accumulated."""

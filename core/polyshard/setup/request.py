@@ -35,7 +35,8 @@ def refuse_torch_sharded(module: nn.Module) -> None:
 
 
 def _is_torch_sharded(kind: type) -> bool:
-    mixins = (base for base in kind.__bases__ if base.__name__ == "FSDPModule")
+    # It puts a class beside the module's own, which is no module.
+    mixins = (base for base in kind.__bases__ if not issubclass(base, nn.Module))
     is_torchs = any(base.__module__.startswith("torch.distributed.fsdp") for base in mixins)
     return is_torchs and issubclass(kind, nn.Module)
 
