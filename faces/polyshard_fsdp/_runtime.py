@@ -247,6 +247,7 @@ class FSDPRoot(Root):
         #: Units that take part in this backward's reductions although this rank has no gradient for them.
         self.unused: list[UnusedUnit] = []
 
+    @override
     def refuse_escape(self, output: object) -> None:
         """As the engine's, but for what stays whole until backward ends, as FSDP's root does."""
         units = tuple(

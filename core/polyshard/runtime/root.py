@@ -355,7 +355,7 @@ class Root:
     def end_forward(self, output: object) -> None:
         """The outermost forward ended, and returns ``output``, which may not lie in memory of a unit."""
         try:
-            refuse_escape(self.units, output, "")
+            self.refuse_escape(output)
         except UnshardedUseError:
             self.abandon()
             raise
@@ -381,6 +381,10 @@ class Root:
         if not self._ever_shared.issuperset(module_states):
             self._ever_shared.update(module_states)
             self.begin_audit()
+
+    def refuse_escape(self, output: object) -> None:
+        """Raise UnshardedUseError if ``output`` lies in memory of a unit."""
+        refuse_escape(self.units, output, "")
 
     def enter_backward(self) -> None:
         """A gradient reached one of the outputs."""
