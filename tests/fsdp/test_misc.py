@@ -456,3 +456,28 @@ def test_a_graph_from_before_a_step_is_refused(ranks: Ranks, strategy: ShardingS
         stale.backward()
     comparison.step(1)
     comparison.check()
+
+
+class Penalised(nn.Module):
+    """A model that returns a parameter of its own, for a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.head(self.block(x)), self.head.weight
+
+
+def _penalised(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return _mean(outputs[0]) + outputs[1].square().sum()
+
+
+@across(2)
+@subtests(strategy=[FS, SGO], use_orig_params=BOTH)
+def test_a_root_may_return_its_parameters(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """They stay whole until its backward."""
+    comparison = Comparison(ranks, build(ranks, Penalised), wrap(build(ranks, Penalised), strategy, use_orig_params))
+    for step in range(2):
+        comparison.step(step, _penalised)
+    comparison.check()
