@@ -225,6 +225,23 @@ class PolyshardDeprecationWarning(FutureWarning):
     """
 
 
+#: The attribute of a plugin that was constructed by name: that name and the distribution, for messages.
+PLUGIN_ORIGIN = "_polyshard_origin"
+
+
+def plugin_name(plugin: object) -> str:
+    """The class of ``plugin`` with its module, its name and its distribution, for messages."""
+    origin = getattr(plugin, PLUGIN_ORIGIN, "")
+    return f"{type(plugin).__module__}:{type(plugin).__qualname__}" + (f" ({origin})" if origin else "")
+
+
+def told(value: object) -> str:
+    """``value`` for messages: a single one as it is, anything else by its class, since a model's text fills pages."""
+    # A dtype by its class's name: errors are read before torch is imported.
+    plain = isinstance(value, bool | int | float | str | None) or type(value).__qualname__ == "dtype"
+    return repr(value) if plain else f"an instance of {type(value).__qualname__}"
+
+
 def deprecation(what: str, *, since: str, gone: str, instead: str) -> str:
     """The text of a deprecation.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import polyshard
@@ -99,6 +101,24 @@ class Largest(TorchDispatchMode):
 
 
 MAKING = ("empty", "empty_like", "empty_strided", "zeros", "zeros_like", "clone", "_to_copy", "new_empty")
+
+
+@pytest.mark.parametrize("of", ["model", "optimizer"])
+def test_a_whole_state_that_one_rank_asks_for_is_told_on_all(of: str) -> None:
+    def body(rank: int, world: ThreadedWorld) -> None:
+        with world.lock:
+            model = odd(1)
+        polyshard.shard(model, threaded(world, rank, policy=units_of(Part)))
+        optimizer = adamw(model)
+        train(model, optimizer, 2)
+        asks: Callable[[], object] = partial(states.get_model_state_dict, model, FIRST)
+        if of == "optimizer":
+            asks = partial(states.get_optimizer_state_dict, model, optimizer, FIRST)
+        words = f"rank 0: a whole state dict of the {of}.*\n  rank 1: all_gather of"
+        with pytest.raises(RankMismatchError, match=words):
+            (partial(train, model, optimizer, 1) if rank else asks)()
+
+    on_ranks(2, body)
 
 
 def test_all_that_is_wrong_is_told_at_once_and_nothing_was_changed() -> None:

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from typing_extensions import override
 
-from ..errors import PluginContractError, different_calls
-from .messages import plugin_name, told
+from ..errors import PluginContractError, different_calls, plugin_name, told
 from .units import UnitSpec
 
 #: The largest world size: plans and messages list ranks.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import PluginContractError
+from ..errors import PluginContractError, plugin_name, told
 from ..interfaces import (
     Collectives,
     CollectivesCapabilities,
@@ -23,9 +23,6 @@ from ..interfaces import (
     UnitSpec,
     WireSpec,
 )
-from ..interfaces.collectives import issued as issued
-from ..interfaces.messages import plugin_name as plugin_name
-from ..interfaces.messages import told
 
 
 def refuse_unable(plugin: PrecisionCaster | OffloadManager | Collectives, rank: int) -> None:

@@ -13,7 +13,7 @@ from .. import _torch_private
 from ..config import PluginChoice, ShardConfig, Strategy
 from ..errors import ConfigError, WorldSizeError
 from ..interfaces import COMPLETED, BufferRole, Collectives, RankAndSize, ReduceOp, Work
-from .answers import issued
+from ..interfaces.collectives import issued
 from .meshes import Groups, UnitLists, WorldMesh, divisor_of, lists_of, override_lists, world_mesh
 from .parts import TensorPart
 from .plan import ModuleParameters

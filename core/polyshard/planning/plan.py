@@ -35,9 +35,9 @@ from ..errors import (
     ParameterError,
     PluginContractError,
     did_you_mean,
+    told,
 )
 from ..interfaces import UNIT_OVERRIDES, UnitPlan
-from ..interfaces.messages import told
 from . import thresholds
 from .answers import is_packed
 from .extensions import Insides, gathers_itself, protocol_fault

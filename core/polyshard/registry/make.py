@@ -16,9 +16,8 @@ import torch
 from typing_extensions import override
 
 from ..config import PluginChoice, PluginSpec, did_you_mean
-from ..errors import ConfigError, PluginContractError, PluginLoadError, PolyshardError, StateError
+from ..errors import PLUGIN_ORIGIN, ConfigError, PluginContractError, PluginLoadError, PolyshardError, StateError
 from ..interfaces import Collectives, Group, PluginContext
-from ..interfaces.messages import ORIGIN
 from .check import CONTRACTS, check_api_version, instance_faults, qualified, refuse_faults
 from .find import choose, file_of, load, offers_of
 
@@ -65,7 +64,7 @@ class Resolved:
         if self.distribution:
             # Objects with slots go without.
             with suppress(AttributeError):
-                object.__setattr__(instance, ORIGIN, f"{self.name!r}, from {self.distribution} {self.version}")
+                object.__setattr__(instance, PLUGIN_ORIGIN, f"{self.name!r}, from {self.distribution} {self.version}")
         # A class was checked before it was called.
         if self.factory is not type(instance):
             where = f"{self.label}, an instance of {qualified(type(instance))},"

@@ -20,10 +20,9 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from ..errors import PluginContractError, StateError
+from ..errors import PluginContractError, StateError, plugin_name
 from ..interfaces import SLICE_ALIGNMENT_BYTES, LinearForm
 from ..planning import thresholds
-from ..planning.answers import plugin_name
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
 from .bindings import Shown, Swap

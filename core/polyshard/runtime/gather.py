@@ -27,7 +27,7 @@ from ..interfaces import (
     WireSpec,
     Work,
 )
-from ..planning.answers import issued
+from ..interfaces.collectives import issued
 from ..planning.groups import Route, UnitRanks
 from .buffers import FlatBuffer, SecondaryShard, by_rank, columns_of, slices_of
 

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from .. import _torch_private
-from ..errors import PluginContractError, RankMismatchError, different_calls, words
+from ..errors import PluginContractError, RankMismatchError, different_calls, plugin_name, words
 from ..interfaces import Collectives
 from ..nested import iter_tensors
-from ..planning.answers import plugin_name
 from ..planning.parts import is_dtensor, local_of
 from ..planning.values import checksum
 

@@ -18,9 +18,8 @@ import torch
 
 from .. import _torch_private
 from ..config import ShardConfig
-from ..errors import PolyshardError, RankMismatchError, words
+from ..errors import PolyshardError, RankMismatchError, plugin_name, words
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster, WrapPolicy
-from ..planning.answers import plugin_name
 from ..planning.groups import group_of
 from ..runtime.peers import scope_of
 from .differences import Reported, listed, message_of

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from ..errors import ParameterError, PluginContractError
+from ..errors import ParameterError, PluginContractError, plugin_name
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
-from ..planning.answers import plugin_name, tensor_fault
+from ..planning.answers import tensor_fault
 from ..planning.extensions import inner_tensors, insides_of, own_rows
 from ..planning.groups import PlannedRanks, UnitRanks
 from ..planning.layout import FlatLayout, dense_stride, product, round_up
