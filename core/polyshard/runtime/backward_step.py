@@ -1,11 +1,12 @@
 """An optimizer's step over units in host memory, each as its gradient arrives there, beside the rest of a backward.
 
 [Note: one step in two places]
-The step of a unit runs on a thread of its own, in torch's kernels, which let go of the interpreter. It is a step of
-the user's optimizer: of a copy that shares its state, and whose groups hold the unit's parameters alone. The end of the
-backward waits for all of them, so that nothing goes on behind it. The optimizer's own ``step()`` then finds no gradient
-where they were, and updates what is left: units on the device, parameters outside of units, and units whose gradient
-may still change: one that this rank lacks a part of, which ``UsedParameters`` may take away, or that a hook sees first.
+The step of a unit runs on a thread of its own, in torch's kernels, which let go of the interpreter; a ``DTensor`` keeps
+it for as long as the kernel runs, and the backward would wait. It is a step of the user's optimizer: of a copy that
+shares its state, and whose groups hold the unit's parameters alone. The end of the backward waits for all of them, so
+that nothing goes on behind it. The optimizer's own ``step()`` then finds no gradient where they were, and updates what
+is left: units on the device, parameters outside of units, and units whose gradient may still change: one that this rank
+lacks a part of, which ``UsedParameters`` may take away, or that a hook sees first.
 
 In a usual loop gradients and settings may change between a backward and ``step()``, and here they come too late. It is
 seen by what a gradient is, its versions, and some of its elements: torch's functions that scale many ``DTensor`` move
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -30,6 +32,15 @@ from ..errors import StateError
 from ..planning.parts import is_dtensor
 from .reduce import Reducible
 
+#: Optimizers that update each element by itself, so that what a rank holds of a tensor can be stepped over alone.
+#: Classes derived from them may look at more.
+_BY_ELEMENT = frozenset(
+    {
+        *(torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW),
+        *(torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop),
+        torch.optim.SGD,
+    }
+)
 #: Elements of a gradient that are compared.
 _COMPARED = 64
 _parts: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -193,14 +204,42 @@ class BackwardStep:
                 self._former.setdefault(parameter, _Former()).keep(parameter, self._optimizer.state)
         self._stepped[unit] = stepped._replace(looked=stepped.looks)
         before = [_settings_of(group) for group in groups]
-        self._part.param_groups = groups
         # Loading a state dict gives the optimizer another one.
-        self._part.state = self._optimizer.state
-        self._part.step()
+        states = self._optimizer.state
+        if type(self._optimizer) in _BY_ELEMENT and all(_is_made(states.get(each)) for each, _ in stepped.gradients):
+            self._step_over_own(groups, states)
+        else:
+            self._part.param_groups, self._part.state = groups, states
+            self._part.step()
         if [_settings_of(group) for group in groups] != before:
             raise StateError(
                 f"{self._name} keeps numbers of its own in its parameter groups ({self._where()}), and would count "
                 "units for steps. Step it without step_in_backward()."
+            )
+
+    def _step_over_own(self, groups: list[dict[str, Any]], states: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Step over what this rank holds of the parameters of ``groups``, and of their ``states``, in place."""
+        found: dict[nn.Parameter, torch.Tensor] = {}
+        for each in (each for group in groups for each in group["params"] if each.grad is not None):
+            own = found[each] = _own(each.detach())
+            own.grad = _own(each.grad)
+        self._part.param_groups = [
+            {**group, "params": [found[each] for each in group["params"] if each in found]} for group in groups
+        ]
+        self._part.state = defaultdict(
+            dict,
+            {
+                own: {
+                    name: _own(value) if isinstance(value, torch.Tensor) else value
+                    for name, value in states[each].items()
+                }
+                for each, own in found.items()
+            },
+        )
+        self._part.step()
+        for each, own in found.items():
+            states[each].update(
+                (name, value) for name, value in self._part.state[own].items() if not isinstance(value, torch.Tensor)
             )
 
     def end(self) -> None:
@@ -301,6 +340,11 @@ class BackwardStep:
 
     def _where(self) -> str:
         return f"rank {self._rank}"
+
+
+def _is_made(state: Mapping[str, Any] | None) -> bool:
+    """Whether no step makes more of ``state``, which is a ``DTensor`` where its parameter is one."""
+    return state is not None and len(state) > 0 and all(value is not None for value in state.values())
 
 
 def _settings_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
