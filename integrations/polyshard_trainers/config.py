@@ -10,7 +10,7 @@ import torch.distributed as dist
 from polyshard import registry
 from polyshard.config import PluginSpec, ShardConfig, Strategy
 from polyshard.errors import ConfigError
-from polyshard.interfaces import Group, PluginContext, PrecisionCaster, UnitSpec
+from polyshard.interfaces import PluginContext, PrecisionCaster, UnitSpec
 from torch import nn
 
 #: The names of compute dtypes in ``mixed_precision`` of Accelerate and Transformers, for parameters in fp32.
@@ -124,5 +124,6 @@ def _caster(config: ShardConfig) -> PrecisionCaster:
     name = spec.name if isinstance(spec, PluginSpec) else ""
     # It is asked for dtypes and casts nothing, so the model's device, which may not be chosen yet, does not matter.
     context = PluginContext(name=name, device=torch.device("cpu"))
-    caster: PrecisionCaster = registry.construct(registry.resolve(Group.PRECISION, config.precision), context).instance
+    resolved = registry.resolve_setting(config, "precision", config.precision)
+    caster: PrecisionCaster = registry.construct(resolved, context).instance
     return caster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -375,6 +376,27 @@ def test_models_that_cannot_be_sharded_are_refused() -> None:
     sharded = polyshard.shard(Net(), ShardConfig(collectives={"name": "fake", "world_size": 2}))
     with pytest.raises(AlreadyShardedError):
         explain(ShardConfig(), sharded, 2)
+
+
+@pytest.mark.parametrize("setting", ["collectives", "precision", "offload", "policy", "listeners"])
+def test_a_name_that_no_plugin_has_is_told_with_the_file_or_variable_that_gives_it(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, variable = tmp_path / "run.toml", f"POLYSHARD_{setting.upper()}"
+    valid = "[shard]\n" + ("" if setting == "collectives" else 'collectives = {name = "fake", world_size = 2}\n')
+    file.write_text(valid + f"{setting} = {['bf61'] if setting == 'listeners' else 'bf61'!r}\n")
+    in_file = ShardConfig.from_toml(file, environ={})
+    file.write_text(valid)
+    in_variable = ShardConfig.from_toml(file, environ={variable: "bf61"})
+    for config, where in ((in_file, f"[shard] of {file}"), (in_variable, variable)):
+        told = rf"^{re.escape(where)}: no installed plugin of .* is named 'bf61'"
+        with pytest.raises(PluginNotFoundError, match=told):
+            polyshard.shard(Net(), config)
+        with pytest.raises(PluginNotFoundError, match=told):
+            explain(config, Net(), 2)
+    monkeypatch.setenv(variable, "bf61")
+    assert main(["config", str(file)]) == 2
+    assert f"{variable}: no installed plugin of " in capsys.readouterr().err
 
 
 # The command

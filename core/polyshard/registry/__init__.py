@@ -5,4 +5,4 @@
 
 from .find import STATES, Installed, Permission, PluginState, installed
 from .identity import engine_digest, fingerprint
-from .make import Constructed, Resolved, UsedPlugin, construct, resolve, used
+from .make import Constructed, Resolved, UsedPlugin, construct, resolve, resolve_setting, used

@@ -15,8 +15,16 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin
 import torch
 from typing_extensions import override
 
-from ..config import PluginChoice, PluginSpec, did_you_mean
-from ..errors import PLUGIN_ORIGIN, ConfigError, PluginContractError, PluginLoadError, PolyshardError, StateError
+from ..config import GROUP_OF_SETTING, PluginChoice, PluginSpec, ShardConfig, did_you_mean
+from ..errors import (
+    PLUGIN_ORIGIN,
+    ConfigError,
+    PluginContractError,
+    PluginError,
+    PluginLoadError,
+    PolyshardError,
+    StateError,
+)
 from ..interfaces import Collectives, Group, PluginContext
 from .check import CONTRACTS, check_api_version, instance_faults, qualified, refuse_faults
 from .find import choose, file_of, load, offers_of
@@ -162,6 +170,16 @@ def resolve(group: Group, choice: PluginChoice) -> Resolved:
     offer = choose(group, spec)
     factory = load(group, offer)
     return Resolved(group, spec.name, offer.value, offer.distribution, offer.version, factory, dict(spec.options))
+
+
+def resolve_setting(config: ShardConfig, setting: str, choice: PluginChoice) -> Resolved:
+    """``resolve`` of ``choice``, the ``setting`` of ``config``; errors begin with the variable or file that sets it."""
+    try:
+        return resolve(GROUP_OF_SETTING.get(setting, Group.PLUGINS), choice)
+    except (ConfigError, PluginError) as error:
+        if where := config.source_of(setting).where:
+            error.args = (f"{where}: {error}",)
+        raise
 
 
 def _given(group: Group, plugin: object) -> Resolved:

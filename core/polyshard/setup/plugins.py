@@ -17,7 +17,7 @@ from .. import registry
 from ..config import PluginChoice, ShardConfig
 from ..errors import ConfigError, DeviceError, WorldSizeError
 from ..events import Events
-from ..interfaces import Collectives, Group, PluginContext, WrapPolicy
+from ..interfaces import Collectives, PluginContext, WrapPolicy
 from ..planning.answers import refuse_unable
 from ..planning.groups import group_of
 from ..planning.meshes import WorldMesh, world_mesh
@@ -89,7 +89,7 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
         mesh=mesh,
         timeout=timedelta(seconds=config.timeout_s),
     )
-    constructed = registry.construct(registry.resolve(Group.COLLECTIVES, choice), context)
+    constructed = registry.construct(registry.resolve_setting(config, "collectives", choice), context)
     collectives: Collectives = constructed.instance
     chosen, agreement.collectives = constructed.resolved, collectives
     if world is not None and len(world.ranks) != collectives.world_size:
@@ -97,10 +97,10 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
             f"The mesh is of ranks {world.ranks}, but the collectives are of {collectives.world_size} (rank "
             f"{collectives.rank}). Give collectives of the ranks of the mesh, or name them."
         )
-    precision = registry.resolve(Group.PRECISION, config.precision)
-    offload = registry.resolve(Group.OFFLOAD, config.offload)
-    policy = registry.resolve(Group.POLICIES, policy_choice(config.policy))
-    listeners = [registry.resolve(Group.PLUGINS, choice) for choice in config.listeners]
+    precision = registry.resolve_setting(config, "precision", config.precision)
+    offload = registry.resolve_setting(config, "offload", config.offload)
+    policy = registry.resolve_setting(config, "policy", policy_choice(config.policy))
+    listeners = [registry.resolve_setting(config, "listeners", choice) for choice in config.listeners]
     refuse_unable(collectives, collectives.rank)
     refuse_unserved(constructed, context, collectives.world_size)
     watched = replace(context, rank=collectives.rank, world_size=collectives.world_size)

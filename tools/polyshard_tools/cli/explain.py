@@ -149,9 +149,9 @@ def show_config(arguments: argparse.Namespace) -> int:
             name, value = field.name, getattr(config, field.name)
             set_by = _set_by(config, name)
             if name in GROUP_OF_SETTING:
-                rows.append((name, value, set_by, _found_in(GROUP_OF_SETTING[name], value)))
+                rows.append((name, value, set_by, _found_in(config, name, value)))
             elif name == "listeners" and value:
-                rows += [(name, each, set_by, _found_in(Group.PLUGINS, each)) for each in value]
+                rows += [(name, each, set_by, _found_in(config, name, each)) for each in value]
             else:
                 rows.append((name, value, set_by, ""))
     header = ("setting", "value", "set by", "found in")
@@ -171,18 +171,18 @@ def _set_by(config: ShardConfig, setting: str) -> str:
     return "; ".join([str(source), *elsewhere])
 
 
-def _found_in(group: Group, choice: PluginChoice) -> str:
-    resolved = registry.resolve(group, choice)
+def _found_in(config: ShardConfig, setting: str, choice: PluginChoice) -> str:
+    resolved = registry.resolve_setting(config, setting, choice)
     # Enough to see a misspelt option. Plugins that only choose show wrong values as well, once they are constructed: a
     # policy then imports the classes that it names. So do collectives, where they need no ranks and no device, for they
     # communicate at first use. A manager may want room on a disk.
     resolved.check_options()
     context = PluginContext(resolved.name, torch.device("cpu"))
-    if group in _CHOOSE:
+    if resolved.group in _CHOOSE:
         registry.construct(resolved, context)
-    elif group is Group.COLLECTIVES:
+    elif resolved.group is Group.COLLECTIVES:
         with suppress(DeviceError):
-            Workbench(1).construct(group, choice, context)
+            Workbench(1).construct(resolved, context)
     return f"{resolved.value} ({resolved.distribution} {resolved.version})"
 
 

@@ -97,8 +97,8 @@ def explain(
         raise WorldSizeError(f"the mesh is of {len(world.ranks)} ranks, not {world_size}. Give its number of ranks.")
     workbench = Workbench(world_size)
     made = {
-        setting: workbench.construct(group, _choice(config, setting), context)
-        for setting, group in GROUP_OF_SETTING.items()
+        setting: workbench.construct(registry.resolve_setting(config, setting, _choice(config, setting)), context)
+        for setting in GROUP_OF_SETTING
     }
     collectives = made["collectives"]
     if not collectives.absent:
@@ -230,7 +230,7 @@ def _listeners(config: ShardConfig) -> list[ExplainedPlugin]:
     source = config.source_of("listeners")
     found = []
     for position, choice in enumerate(config.listeners):
-        resolved = registry.resolve(Group.PLUGINS, choice)
+        resolved = registry.resolve_setting(config, "listeners", choice)
         resolved.check_options()
         given = None if resolved.distribution else choice
         plugin = _plugin(registry.Constructed(resolved, given), f"listeners[{position}]", lambda option: source)
@@ -287,18 +287,18 @@ class Workbench:
     world_size: int
     """Number of ranks that collectives are stood in for with."""
 
-    def construct(self, group: Group, choice: PluginChoice, context: PluginContext) -> Tried:
-        """The plugin of ``choice``, constructed, or a stand-in where it needs ranks or a device.
+    def construct(self, resolved: registry.Resolved, context: PluginContext) -> Tried:
+        """``resolved``, constructed, or a stand-in where it needs ranks or a device.
 
-        Raises what ``registry.resolve`` and ``registry.construct`` do for whatever else is wrong.
+        Raises what ``registry.construct`` does for whatever else is wrong.
         """
-        resolved = registry.resolve(group, choice)
+        group = resolved.group
         inner: list[registry.Constructed] = []
         refused: list[PolyshardError] = []
 
         def make_inner(group: Group, choice: PluginChoice, context: PluginContext) -> registry.Constructed:
             try:
-                inner.append(replace(self.construct(group, choice, context), choice=choice))
+                inner.append(replace(self.construct(registry.resolve(group, choice), context), choice=choice))
             except PolyshardError as error:
                 refused.append(error)
                 raise
@@ -337,7 +337,7 @@ class StoodInPlugins(ChosenPlugins):
 
     @override
     def override(self, group: Group, choice: PluginChoice) -> registry.Constructed:
-        return self.workbench.construct(group, choice, self.context)
+        return self.workbench.construct(registry.resolve(group, choice), self.context)
 
 
 def _unit(module: PlannedModule, unit: PlannedUnit, reason: str) -> ExplainedUnit:
