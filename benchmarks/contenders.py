@@ -160,7 +160,9 @@ class CapturedPolyshard:
     def __init__(self, model: nn.Module, step: EagerStep) -> None:
         import polyshard
 
-        self.captured = polyshard.CapturedStep(model, step.optimizer, step.__call__, warmup=GraphStep.EAGER_STEPS)
+        self.captured = polyshard.CapturedStep(
+            model, step.optimizer, step.__call__, warmup=GraphStep.EAGER_STEPS, fallback="refuse"
+        )
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return self.captured(tokens, targets)

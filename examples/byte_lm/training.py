@@ -54,10 +54,14 @@ def backward(model: nn.Module, batches: Batches, step: int, ranks: Ranks) -> tor
     return loss.detach()
 
 
-def update(optimizer: torch.optim.Optimizer, step: int, run: RunSettings) -> None:
-    """Let the optimizer use the gradients that there are, at the rate of ``step``, and drop them."""
+def set_rate(optimizer: torch.optim.Optimizer, step: int, run: RunSettings) -> None:
+    """Let the next update be that of ``step``."""
     for group in optimizer.param_groups:
         group["lr"] = rate_at(step, run)
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer use the gradients that there are, and drop them."""
     optimizer.step()
     optimizer.zero_grad()
 
@@ -85,12 +89,23 @@ class Training:
         self._held_out = Batches(corpus.held_out, run.context, self.batch, run.seed + 1)
         self.model = polyshard.shard(build_model(run), dataclasses.replace(settings.shard, device=ranks.device))
         self.optimizer = make_optimizer(self.model, run)
+        # One CUDA graph from the fourth step on, where the device records them.
+        self._step = polyshard.CapturedStep(self.model, self.optimizer, self._train_step)
 
     def step(self, step: int) -> torch.Tensor:
         """Train on the batch of ``step``; returns this rank's part of the loss."""
-        loss = backward(self.model, self._train, step, self.ranks)
+        # Here and not inside: a graph runs no Python.
+        set_rate(self.optimizer, step, self.run)
+        inputs, targets = self._train.part(step, rank=self.ranks.rank, world_size=self.ranks.world_size)
+        # Every step returns the same memory.
+        return self._step(inputs, targets).clone()
+
+    def _train_step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        world_size = self.ranks.world_size
+        loss = part_of_mean_loss(self.model, inputs, targets, sequences=self.batch, world_size=world_size)
+        loss.backward()  # type: ignore[no-untyped-call]
         polyshard.clip_grad_norm_(self.model, self.run.clip)
-        update(self.optimizer, step, self.run)
+        update(self.optimizer)
         return loss
 
     @torch.no_grad()

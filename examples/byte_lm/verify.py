@@ -15,7 +15,7 @@ from model import build_model
 from progress import Progress
 from ranks import Ranks
 from settings import Settings, plugin_name
-from training import backward, global_batch, make_optimizer, update
+from training import backward, global_batch, make_optimizer, set_rate, update
 
 #: Some parameter must move at least so far: equal models that stand still prove nothing.
 LEAST_MOVEMENT = 1e-2
@@ -81,12 +81,14 @@ def compare(settings: Settings, ranks: Ranks, corpus: Corpus) -> Comparison:
     expected: list[torch.Tensor] = []
     found: list[torch.Tensor] = []
     for step in range(run.steps):
+        for optimizer in (whole_optimizer, sharded_optimizer):
+            set_rate(optimizer, step, run)
         expected.append(backward(whole, batches, step, alone))
         torch.nn.utils.clip_grad_norm_(whole.parameters(), run.clip)
-        update(whole_optimizer, step, run)
+        update(whole_optimizer)
         found.append(backward(sharded, batches, step, ranks))
         polyshard.clip_grad_norm_(sharded, run.clip)
-        update(sharded_optimizer, step, run)
+        update(sharded_optimizer)
     pairs = list(zip(alone.average(expected), ranks.average(found), strict=True))
     with polyshard.unsharded(sharded):
         apart = _apart(whole.parameters(), sharded.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -72,6 +73,10 @@ class Training:
             self.models = [build_sharded(settings, self.config, ranks.device, mesh)]
         """What this rank has a share of: the model, or some of its stages."""
         self.optimizers = [make_optimizer(model, settings, ranks.device) for model in self.models]
+        self._take: Callable[..., Step] = self._train_step
+        if self._pipeline is None and not settings.elastic:
+            # One CUDA graph from the fourth step on, where the device records them.
+            self._take = polyshard.CapturedStep(self.models[0], self.optimizers, self._train_step)
         # As the settings have them: a checkpoint brings its own.
         self._numbers = [
             {name: value for name, value in group.items() if name != "params"}
@@ -165,44 +170,54 @@ class Training:
         """One step; None where it does not count, as another job was lost in it."""
         batch = self._settings.training.batch
         if self._elastic is None or self._turns is None:
-            found = self._gradients()
-            self._update()
+            # A captured step returns the same memory every time.
+            found = Step(*(each.clone() for each in self._take(*self._rows())))
+            self._schedule()
             self.done += 1
             self._sequences += batch
             return found
         with self._elastic.step() as shared:
             self._turns.go_to(shared.batch * batch)
-            found = self._gradients()
+            found = self._gradients(self._rows())
             counts = shared.commits()
             if counts:
                 self._update()
+                self._schedule()
         self.leads, self.jobs = shared.rank == 0, shared.size
         self.done, self._sequences = self._elastic.steps, self._elastic.batches * batch
         return found if counts else None
 
-    def _gradients(self) -> Step:
+    def _train_step(self, *rows: torch.Tensor) -> Step:
+        found = self._gradients(rows)
+        self._update()
+        return found
+
+    def _gradients(self, rows: Sequence[torch.Tensor]) -> Step:
         largest = self._settings.optimizer.clip
         if self._pipeline is not None:
-            loss = self._pipeline.train(torch.cat([self._next() for _ in range(self._accumulation)]))
+            loss = self._pipeline.train(torch.cat(list(rows)))
             return Step(loss, torch.zeros_like(loss), self._pipeline.clip(largest))
-        loss, balance = self._backward()
+        loss, balance = self._backward(rows)
         return Step(loss, balance, polyshard.clip_grad_norm_(self.models[0], largest))
 
     def _update(self) -> None:
-        for optimizer, scheduler in zip(self.optimizers, self._schedulers, strict=True):
+        for optimizer in self.optimizers:
             optimizer.step()
-            scheduler.step()
             optimizer.zero_grad()
 
-    def _backward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of the next batch, without a pipeline; returns the means of its two losses."""
+    def _schedule(self) -> None:
+        # Not in a captured step, which runs no Python.
+        for scheduler in self._schedulers:
+            scheduler.step()
+
+    def _backward(self, batches: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of the microbatches of a step, without a pipeline; returns the means of its two losses."""
         (model,), coefficient = self.models, self._settings.model.router_aux_loss_coef
         losses, balances = [], []
-        for index in range(self._accumulation):
+        for index, rows in enumerate(batches):
             # Gradients travel with the last microbatch alone.
             last = index == self._accumulation - 1
             with nullcontext() if last else polyshard.no_sync(model):
-                rows = self._next()
                 logits, balance = logits_and_balance(cast(Model, model), rows[:, :-1], self._positions)
                 loss = self._mean_loss(logits, rows)
                 ((loss + coefficient * balance) / self._accumulation).backward()  # type: ignore[no-untyped-call]
@@ -210,8 +225,12 @@ class Training:
             balances.append(balance.detach())
         return torch.stack(losses).mean(), torch.stack(balances).mean()
 
+    def _rows(self) -> list[torch.Tensor]:
+        """This rank's part of the microbatches of a step."""
+        return [self._next() for _ in range(self._accumulation)]
+
     def _next(self) -> torch.Tensor:
-        """This rank's part of the next microbatch."""
+        """Its part of the next microbatch."""
         rows: torch.Tensor = next(self._batches if self._turns is None else self._turns)
         return rows.to(self._ranks.device, non_blocking=True)[:, self._part]
 

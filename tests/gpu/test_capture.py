@@ -100,7 +100,7 @@ class Pair:
         self.optimizer = adamw(parameters, self.device, fused)
         self.expected = adamw(self.plain.parameters(), self.device, fused)
         self.train_step = stepping(self.model, self.optimizer, microbatches)
-        self.step = CapturedStep(self.model, self.optimizer, self.train_step, **options)
+        self.step = CapturedStep(self.model, self.optimizer, self.train_step, **{"fallback": "refuse", **options})
         self.turn = 0
         self.loss_off = 0.0
 
@@ -242,7 +242,7 @@ def bf16_against_eager(rank: int, collectives: Any, batch_nbytes: int) -> tuple[
         optimizer = adamw(model.parameters(), device)
         take: Callable[[torch.Tensor], torch.Tensor] = stepping(model, optimizer)
         if captures:
-            take = CapturedStep(model, optimizer, take)
+            take = CapturedStep(model, optimizer, take, fallback="refuse")
         for turn in range(7):
             take(batch(turn).chunk(WORLD_SIZE)[rank].to(device))
         with polyshard.unsharded(model):
@@ -280,7 +280,7 @@ def captured_without_nccl(rank: int) -> str:
         patched.setattr(thresholds, "SIDE_BY_SIDE_NBYTES", 0)
         model = sharded(Net().to(device), precision="bf16", collectives=SYMMETRIC, batch_nbytes=0)
         optimizer = adamw(model.parameters(), device)
-        step = CapturedStep(model, optimizer, stepping(model, optimizer))
+        step = CapturedStep(model, optimizer, stepping(model, optimizer), fallback="refuse")
         ids = batch(0).chunk(WORLD_SIZE)[rank].to(device)
         for _ in range(3):
             step(ids)
@@ -334,11 +334,44 @@ def test_a_learning_rate_tensor_takes_effect_in_the_next_replay() -> None:
         assert moving > 1e-4
 
 
+def scheduled(rank: int, fused: bool) -> tuple[float, float, list[str]]:
+    """As a loop is written that knows of no graphs: rates are numbers, and a state comes from a run without graphs."""
+    pair = Pair(rank)
+    pair.optimizer = torch.optim.AdamW(pair.model.parameters(), lr=2.0**-7, fused=fused)
+    # Counted in 32 bits on the device as well.
+    pair.expected = torch.optim.AdamW(pair.plain.parameters(), lr=2.0**-7, fused=fused, capturable=True)
+    pair.step = CapturedStep(pair.model, pair.optimizer, stepping(pair.model, pair.optimizer))
+    modes = []
+    for turn in range(20):
+        if turn == 14:
+            saved = pair.optimizer.state_dict()
+            for state in saved["state"].values():
+                state["step"] = state["step"].cpu()
+            for group in saved["param_groups"]:
+                group["capturable"] = False
+            pair.optimizer.load_state_dict(copy.deepcopy(saved))
+        for optimizer in (pair.optimizer, pair.expected):
+            optimizer.param_groups[0]["lr"] = 2.0 ** -(7 + turn % 3)
+        pair.advance()
+        modes.append(pair.step.mode.value)
+    return pair.loss_off, pair.parameters_off(), modes
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+def test_a_plain_optimizer_and_a_schedule_of_numbers_are_captured(fused: bool) -> None:
+    for loss, parameters, modes in run(scheduled, fused):
+        # One step behind the loading counts on the host, in 64 bits.
+        assert loss < 1e-8
+        assert parameters < 1e-8
+        # The loaded state outdates the graph, and is captured behind another warm-up.
+        assert modes == ["warming_up"] * 3 + ["captured"] * 11 + ["warming_up"] * 4 + ["captured"] * 2
+
+
 def dropouts(rank: int) -> list[float]:
     device = settle_on_device(rank)
     model = sharded(Net(dropout=0.5).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = CapturedStep(model, optimizer, stepping(model, optimizer))
+    step = CapturedStep(model, optimizer, stepping(model, optimizer), fallback="refuse")
     ids = batch(0).chunk(WORLD_SIZE)[rank].to(device)
     return [step(ids).item() for _ in range(8)]
 
@@ -421,7 +454,7 @@ def memory(rank: int) -> dict[str, int]:
     device = settle_on_device(rank)
     model = sharded(Net(width=512).to(device), precision="bf16")
     optimizer = adamw(model.parameters(), device, fused=True)
-    step = CapturedStep(model, optimizer, stepping(model, optimizer))
+    step = CapturedStep(model, optimizer, stepping(model, optimizer), fallback="refuse")
     ids = batch(0).chunk(WORLD_SIZE)[rank].to(device)
     for _ in range(5):
         step(ids)
@@ -495,7 +528,7 @@ def word_losses(rank: int) -> dict[str, list[float]]:
             optimizer.zero_grad()
             return loss.detach()
 
-        step = CapturedStep(model, optimizer, train_step) if name == "captured" else train_step
+        step = CapturedStep(model, optimizer, train_step, fallback="refuse") if name == "captured" else train_step
         found[name] = [step().item() for _ in range(8)]
         torch.cuda.synchronize()
     return found

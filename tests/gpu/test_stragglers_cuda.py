@@ -69,7 +69,7 @@ def find(rank: int, where: str, slow: Sequence[int], capture: bool) -> Found:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    captured = polyshard.CapturedStep(model, optimizer, step) if capture else None
+    captured = polyshard.CapturedStep(model, optimizer, step, fallback="refuse") if capture else None
     run = captured or step
     answers, told = [], Told()
     logging.getLogger("polyshard.monitor").addHandler(told)

@@ -126,7 +126,7 @@ def test_a_capture_that_fails_is_an_error_on_every_rank_and_trains_nothing() -> 
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[str, dict[str, torch.Tensor]]:
         model = on_thread(seeded(Net), rank, world)
         optimizer = momentum(model)
-        step = FailingOnRankOne(model, optimizer, stepping(model, optimizer), warmup=2)
+        step = FailingOnRankOne(model, optimizer, stepping(model, optimizer), warmup=2, fallback="refuse")
         for turn in range(2):
             step(draw(4, 3, turn=turn, rank=rank))
         with pytest.raises(CaptureError) as caught:
@@ -176,6 +176,62 @@ def test_with_the_fallback_a_batch_of_another_shape_runs_eagerly_and_the_next_re
     for parameters, reasons in on_ranks(2, on_rank):
         torch.testing.assert_close(parameters, wanted.parameters, rtol=1e-12, atol=1e-12)
         assert [reason is None for reason in reasons] == [True, True, True, False, True]
+
+
+def test_what_outdates_a_graph_is_captured_anew_by_each_rank_for_itself() -> None:
+    # A learning rate that changes outdates the graph of a plain SGD, ten batches of another shape that of rank 1.
+    def rows(turn: int, rank: int) -> int:
+        return 2 if rank == 1 and turn >= 9 else 4
+
+    def on_rank(rank: int, world: ThreadedWorld) -> Trained:
+        model = on_thread(seeded(Net), rank, world)
+        optimizer = momentum(model)
+        step = Rerunning(model, optimizer, stepping(model, optimizer), warmup=2)
+        losses, modes = [], []
+        for turn in range(23):
+            if turn == 5:
+                optimizer.param_groups[0]["lr"] = 0.05
+            losses.append(step(draw(rows(turn, rank), 3, turn=turn, rank=rank)).clone())
+            modes.append(step.mode)
+            if turn == 5:
+                assert "'lr' of SGD" in str(step.reason)
+        return Trained(losses, modes, whole(model), step.reason)
+
+    made: list[torch.optim.SGD] = []
+
+    def plainly(model: nn.Module) -> torch.optim.SGD:
+        made.append(momentum(model))
+        return made[-1]
+
+    def plain(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        if turn == 5:
+            made[rank].param_groups[0]["lr"] = 0.05
+        model(draw(rows(turn, rank), 3, turn=turn, rank=rank)).square().mean().backward()
+        return []
+
+    wanted = train_reference(seeded(Net), plain, 2, 23, plainly)
+    ranks = on_ranks(2, on_rank)
+    warming, captured_ = CaptureMode.WARMING_UP, CaptureMode.CAPTURED
+    assert ranks[0].modes == [warming] * 2 + [captured_] * 3 + [warming] * 3 + [captured_] * 15
+    assert ranks[1].modes == ranks[0].modes[:18] + [warming] * 3 + [captured_] * 2
+    for each in ranks:
+        torch.testing.assert_close(each.parameters, wanted.parameters, rtol=1e-12, atol=1e-12)
+
+
+def test_graphs_that_do_not_last_are_given_up_in_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    model = alone()
+    optimizer = momentum(model)
+    step = Rerunning(model, optimizer, stepping(model, optimizer), warmup=2)
+    for turn in range(12):
+        optimizer.param_groups[0]["lr"] = 0.1 / (turn + 1)
+        step(draw(4, 3, turn=turn))
+    assert step.mode is CaptureMode.EAGER
+    assert "3 graphs served fewer than 10 steps each" in str(step.reason)
+    assert [record.getMessage() for record in caplog.records] == [f"Steps run eagerly (rank 0): {step.reason}"]
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = whole(model)
+    step(draw(4, 3))
+    torch.testing.assert_close(whole(model), before, rtol=0, atol=0)
 
 
 def test_outputs_are_detached_and_the_same_memory_in_every_replay() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -173,12 +174,41 @@ def _shortened(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def make_capturable(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Let an optimizer of PyTorch count its steps on ``device``: its option ``capturable``, which is off by default.
+
+    Before each step in front of a recording: a loaded state dict brings the option of the run that saved it.
+    """
+    if "capturable" in optimizer.defaults:
+        optimizer.defaults["capturable"] = True
+    for group in optimizer.param_groups:
+        if group.get("capturable") is not False:
+            continue
+        group["capturable"] = True
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type == "cpu":
+                    state[key] = value.to(device)
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float | None]:
+    """The learning rate of each parameter group; None of one without, or where it is a tensor."""
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    return [rate if isinstance(rate, (int, float)) else None for rate in rates]
+
+
+def mark_rates(optimizer: torch.optim.Optimizer) -> list[float | None]:
+    """``rates_of``, each in an object of its own from now on: who finds another one there knows that it was written."""
+    for group, rate in zip(optimizer.param_groups, rates_of(optimizer), strict=True):
+        if rate is not None:
+            group["lr"] = rate * 1.0
+    return rates_of(optimizer)
+
+
 def optimizer_obstacle(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
     """Why steps of ``optimizer`` cannot be recorded, or None. To be asked once it has stepped."""
     kind = type(optimizer).__name__
-    for index, group in enumerate(optimizer.param_groups):
-        if group.get("capturable") is False:
-            return f"{kind} was made with capturable=False (parameter group {index}). Make it with capturable=True."
     for values in optimizer.state.values():
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
@@ -199,16 +229,48 @@ class OptimizerWatch:
     Keeps the state's tensors alive: a replay writes to them, even after the optimizer is gone.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, *, varies: bool) -> None:
+        """``varies``: the recorded step reads learning rates from tensors, which ``load`` fills with groups' numbers.
+
+        They are of 32 bits, as torch's kernels want. As constants they equal those of eager steps to the last bit.
+        """
         self._optimizer = optimizer
+        # Of each group, the number that was loaded last and its tensor; None where the rate is a constant.
+        self._rates = [
+            (rate, torch.tensor(rate, dtype=torch.float32, device=device)) if varies and _takes_tensor(group) else None
+            for group, rate in zip(optimizer.param_groups, rates_of(optimizer), strict=True)
+        ]
         self._state = optimizer.state
         self._entries = {parameter: dict(values) for parameter, values in optimizer.state.items()}
         self._holders = list(optimizer.state.values())
         self._values = list(self._entries.values())
         self._members = [list(group["params"]) for group in optimizer.param_groups]
         self._settings = [
-            {key: _frozen(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+            {key: _frozen(value) for key, value in group.items() if key != "params" and not (key == "lr" and rate)}
+            for group, rate in zip(optimizer.param_groups, self._rates, strict=True)
         ]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, a step reads the rates that vary from their tensors."""
+        groups = [(group, *rate) for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True) if rate]
+        try:
+            for group, _, tensor in groups:
+                group["lr"] = tensor
+            yield
+        finally:
+            for group, number, _ in groups:
+                group["lr"] = number
+
+    def load(self) -> None:
+        """Give the next replay the learning rates that the groups have now, on the current stream."""
+        for index, rate in enumerate(self._rates):
+            if rate is None:
+                continue
+            number = self._optimizer.param_groups[index]["lr"]
+            if number != rate[0]:
+                rate[1].fill_(number)
+                self._rates[index] = number, rate[1]
 
     def replaced(self) -> str | None:
         """Whether recording made or replaced state, whose memory nothing has written yet; says what."""
@@ -249,6 +311,8 @@ class OptimizerWatch:
                 value = group.get(key)
                 if not _same(value, recorded):
                     return _setting_changed(f"'{key}' of {kind}, parameter group {index},", value, recorded)
+            if self._rates[index] is not None and not isinstance(group["lr"], (int, float)):
+                return f"'lr' of {kind}, parameter group {index}, is no number any more. Call reset() to capture again."
         return None
 
     def _state_replaced(self) -> bool:
@@ -259,6 +323,11 @@ class OptimizerWatch:
             or not all(map(is_, state.values(), self._holders))
             or differ(self._holders, self._values)
         )
+
+
+def _takes_tensor(group: Mapping[str, Any]) -> bool:
+    # Others read it on the host, to scale by a number.
+    return isinstance(group.get("lr"), (int, float)) and bool(group.get("capturable") or group.get("fused"))
 
 
 def _frozen(value: Any) -> Any:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -14,9 +17,18 @@ from ..errors import CaptureError, ConfigError, ConfigTypeError, PolyshardError
 from ..inspect import RecordedModel, ShardedModel, outermost_model
 from ..nested import map_tensors
 from .graph import Capturer, Recording
-from .static import OptimizerWatch, StaticInputs, optimizer_obstacle, to_device
+from .static import (
+    OptimizerWatch,
+    StaticInputs,
+    make_capturable,
+    mark_rates,
+    optimizer_obstacle,
+    rates_of,
+    to_device,
+)
 
 __all__ = ["CaptureFallback", "CaptureMode", "CapturedStep"]
+_LOGGER = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -29,7 +41,8 @@ class CaptureMode(enum.Enum):
     ===========  ===========  ==========================================================
     WARMING_UP   CAPTURED     the first call after the warm-up
     WARMING_UP   EAGER        the same, where the step cannot be captured (fallback only)
-    CAPTURED     EAGER        a change that outdates the graph (fallback only)
+    CAPTURED     WARMING_UP   a change that outdates the graph (fallback only)
+    CAPTURED     EAGER        the same, where graphs did not last (fallback only)
     any          WARMING_UP   ``reset``
     ===========  ===========  ==========================================================
     """
@@ -49,6 +62,12 @@ class CaptureFallback(enum.Enum):
     """Raise ``CaptureError``."""
     EAGER = "eager"
     """Run it eagerly; ``reason`` says why."""
+
+
+#: Calls in a row that a graph does not serve, behind which another one is recorded.
+_MISSES = 10
+#: Replays behind which a recording has paid. Of so many that did not, one behind the other, no further one is made.
+_PAYS, _UNPAID = 10, 3
 
 
 @dataclass(frozen=True)
@@ -79,7 +98,10 @@ class CapturedStep(Generic[P, T]):
     - the first ``warmup`` calls run ``train_step`` eagerly, on a side stream. There are more of them while
       ``reshard_after_forward="auto"`` has not decided which units to keep;
     - the next call captures, which executes nothing, and replays once;
-    - later calls copy their inputs into the static tensors that the graph reads, and replay.
+    - later calls copy their inputs into the static tensors that the graph reads, and replay;
+    - a call that the graph does not serve, such as a smaller last batch, runs eagerly. Where ten in a row do so, or the
+      model or an optimizer was changed, the step is captured anew. Where that does not last either, or the step
+      cannot be captured, all calls run eagerly: ``reason`` and one line of the log say why.
 
     **Inputs.** Tensors, on the CPU (best pinned) or on the model's device, and tuples, lists, dicts and dataclasses of
     them; ``train_step`` always gets them on the device. Their structure, shapes and dtypes must stay those of the
@@ -92,7 +114,7 @@ class CapturedStep(Generic[P, T]):
     **What ``train_step`` may do.** Forward, backward, ``polyshard.clip_grad_norm_``, ``optimizer.step()`` and
     ``optimizer.zero_grad()``, several microbatches and ``no_sync`` inside; each call must drop the gradients of the one
     before. Nothing may wait for the device or read from it (``item()``, ``print`` of a tensor, ``if`` on one). Its
-    Python, hooks included, runs in the warm-up and in the capture and not in a replay.
+    Python, hooks included, runs in the warm-up and in the capture and not in a replay: a scheduler is stepped outside.
 
     **After a call** parameters, buffers and optimizer state are those of the finished step: evaluation,
     ``polyshard.unsharded``, checkpoints and eager training work as after an eager step. ``.grad`` is not defined.
@@ -101,12 +123,13 @@ class CapturedStep(Generic[P, T]):
 
     Args:
         model: The outermost sharded module.
-        optimizer: The optimizers that ``train_step`` steps: one, or several. Those of PyTorch that have the option need
-            ``capturable=True``. A learning rate that changes must be a tensor on the device, written in place.
+        optimizer: The optimizers that ``train_step`` steps: one, or several. PyTorch's get the option ``capturable``. A
+            learning rate may change between calls; with AdamW and others that have this option, or ``fused``, a replay
+            reads it in 32 bits, and others are captured anew.
         train_step: Does one step, and returns what the caller wants of it.
         warmup: Eager steps before the capture, at least 2: the first records the order of units, and the optimizer
             makes its state in it.
-        fallback: Whether to raise where a step cannot be captured or replayed, or to run it eagerly.
+        fallback: Whether to run a step eagerly that cannot be captured or replayed, or to raise.
 
     Raises:
         CaptureError: the model cannot be captured, with ``fallback="refuse"``; before any collective. See ``reason``
@@ -123,7 +146,7 @@ class CapturedStep(Generic[P, T]):
         train_step: Callable[P, T],
         *,
         warmup: int = 3,
-        fallback: CaptureFallback | str = CaptureFallback.REFUSE,
+        fallback: CaptureFallback | str = CaptureFallback.EAGER,
     ) -> None:
         self._sharded: ShardedModel = outermost_model(model, "CapturedStep()")
         self._model = model
@@ -135,6 +158,9 @@ class CapturedStep(Generic[P, T]):
         self._device = self._sharded.collectives.device
         self._capturer = self._make_capturer()
         self._graph: _Graph[T] | None = None
+        self._first_rates = [rates_of(each) for each in self._optimizers]
+        # Rates that changed once are expected to go on changing.
+        self._varies = False
         self.reset()
 
     @property
@@ -159,14 +185,14 @@ class CapturedStep(Generic[P, T]):
         if self._mode is CaptureMode.EAGER or self._capturer is None:
             return self._run(*to_device(args, kwargs, self._device))
         if self._graph is None and (self._warm < self._warmup or self._sharded.warming_up):
-            moved = to_device(args, kwargs, self._device)
-            outputs = self._capturer.warm_up(lambda: self._run(*moved))
-            self._warm += 1
-            return outputs
+            return self._warm_up(self._capturer, *to_device(args, kwargs, self._device))
         graph = self._replayable(self._capturer, args, kwargs)
         if graph is None:
             return self._run(*to_device(args, kwargs, self._device))
+        self._replays += 1
         graph.inputs.load(args, kwargs)
+        for optimizer in graph.optimizers:
+            optimizer.load()
         # Of eager forwards: what they left gathered, where a replay may write, and what they issued and nobody used.
         if graph.model.released:
             self._sharded.wait_for_communication()
@@ -180,21 +206,29 @@ class CapturedStep(Generic[P, T]):
     def reset(self) -> None:
         """Drop the graph and its memory; the next calls warm up and capture anew.
 
-        To be called on all ranks alike: after loading a checkpoint, or when inputs take another shape for good.
+        To be called on all ranks alike: where a graph is not wanted for a while, or ``fallback="refuse"`` asks for it.
 
         Raises:
             CaptureError: the model cannot be captured at all, with ``fallback="refuse"``.
         """
-        self._drop_graph()
-        self._warm = 0
-        self._mode = CaptureMode.WARMING_UP
-        self._reason: str | None = None
+        self._begin()
+        self._unpaid = 0
+        # Whether ranks agree on whether the next step can be captured.
+        self._together = True
         obstacle = self._sharded.capture_obstacle()
         if self._capturer is None:
             kind = self._device.type
             obstacle = f"The model computes on {kind}, and only CUDA devices record graphs. Move it to a CUDA device."
         if obstacle is not None:
             self._give_up(obstacle)
+
+    def _begin(self) -> None:
+        """Warm up from now on."""
+        self._drop_graph()
+        self._warm = self._replays = self._misses = 0
+        self._mode = CaptureMode.WARMING_UP
+        self._reason: str | None = None
+        self._writes_rates = False
 
     def _make_capturer(self) -> Capturer | None:
         """None where the device records no graphs."""
@@ -219,6 +253,18 @@ class CapturedStep(Generic[P, T]):
                 "come from eager steps. Give an integer of at least 2."
             )
 
+    def _warm_up(self, capturer: Capturer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        for optimizer in self._optimizers:
+            make_capturable(optimizer, self._device)
+        before = [mark_rates(optimizer) for optimizer in self._optimizers]
+        self._varies |= before != self._first_rates
+        outputs = capturer.warm_up(lambda: self._run(args, kwargs))
+        for optimizer, rates in zip(self._optimizers, before, strict=True):
+            self._writes_rates |= not all(map(is_, rates_of(optimizer), rates))
+        self._warm += 1
+        self._reason = None
+        return outputs
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         outputs = self._train_step(*args, **kwargs)
         # What a caller keeps of a step must not keep its graph, whose nodes are bound to the stream that made them.
@@ -231,13 +277,27 @@ class CapturedStep(Generic[P, T]):
             return self._graph
         obstacle = self._graph.obstacle(args, kwargs)
         if obstacle is None:
-            self._reason = None
+            self._reason, self._misses = None, 0
             return self._graph
-        reason, lasting = obstacle
-        if lasting or self._fallback is CaptureFallback.REFUSE:
+        reason, outdated = obstacle
+        if self._fallback is CaptureFallback.REFUSE:
             self._give_up(reason)
+        self._misses += 1
         self._reason = reason
+        if outdated or self._misses == _MISSES:
+            self._capture_anew(reason)
         return None
+
+    def _capture_anew(self, reason: str) -> None:
+        """Warm up again, for as long as recordings pay."""
+        self._unpaid = self._unpaid + 1 if self._replays < _PAYS else 0
+        if self._unpaid == _UNPAID:
+            self._give_up(f"{_UNPAID} graphs served fewer than {_PAYS} steps each, the last one as follows. {reason}")
+            return
+        self._begin()
+        self._reason = reason
+        # A rank whose rate or inputs changed alone captures alone: what it sends in a step stays the same.
+        self._together = False
 
     def _capture(self, capturer: Capturer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Graph[T] | None:
         obstacle = self._agreed(self._obstacle())
@@ -246,12 +306,16 @@ class CapturedStep(Generic[P, T]):
             return None
         before = self._sharded.prepare_recording()
         gradients = [(parameter, parameter.grad) for parameter in self._receivers()]
-        optimizers = tuple(OptimizerWatch(each) for each in self._optimizers)
+        self._varies |= [rates_of(each) for each in self._optimizers] != self._first_rates
+        optimizers = tuple(OptimizerWatch(each, self._device, varies=self._varies) for each in self._optimizers)
         graph: _Graph[T] | None = None
         cause: Exception | None = None
         try:
             inputs = StaticInputs(args, kwargs, self._device)
-            recording = capturer.record(lambda: self._recorded(inputs))
+            with ExitStack() as rates:
+                for optimizer in optimizers:
+                    rates.enter_context(optimizer.recording())
+                recording = capturer.record(lambda: self._recorded(inputs))
             graph = _Graph(recording, inputs, before, optimizers)
             obstacle = _left_behind(gradients, optimizers)
         except Exception as error:
@@ -275,6 +339,11 @@ class CapturedStep(Generic[P, T]):
 
     def _obstacle(self) -> str | None:
         """Why this rank cannot capture its next step, as far as it can be known before."""
+        if self._writes_rates:
+            return (
+                "train_step sets learning rates, or steps a scheduler, which a replay would not: it runs no Python. Do "
+                "so before or behind the call."
+            )
         obstacles = (optimizer_obstacle(optimizer, self._device) for optimizer in self._optimizers)
         return next(filter(None, obstacles), None) or self._sharded.step_obstacle()
 
@@ -302,9 +371,10 @@ class CapturedStep(Generic[P, T]):
         return list(found)
 
     def _agreed(self, obstacle: str | None) -> str | None:
-        """What keeps any rank from capturing: a rank that went on alone would wait for the others forever."""
+        """What keeps any rank from capturing, so that all raise, or run alike."""
         collectives = self._sharded.collectives
-        everyone = collectives.all_gather_object(obstacle) if collectives.capabilities.can_communicate else [obstacle]
+        meets = self._together and collectives.capabilities.can_communicate
+        everyone = collectives.all_gather_object(obstacle) if meets else [obstacle]
         ranks: dict[str, list[int]] = {}
         for rank, other in enumerate(everyone):
             if other is not None:
@@ -320,11 +390,14 @@ class CapturedStep(Generic[P, T]):
             verb = "captured" if self._graph is None else "replayed"
             raise CaptureError(
                 f"The step cannot be {verb} (rank {self._sharded.rank}). {reason} To run it eagerly where that "
-                "happens, give fallback='eager'."
+                "happens, leave fallback='refuse' out."
             ) from cause
         self._drop_graph()
         self._mode = CaptureMode.EAGER
         self._reason = reason
+        # What all ranks found alike is said once.
+        if self._capturer is not None and (self._sharded.rank == 0 or not self._together):
+            _LOGGER.warning("Steps run eagerly (rank %d): %s", self._sharded.rank, reason)
 
     def _drop_graph(self) -> None:
         if self._graph is not None:
