@@ -90,6 +90,23 @@ class EagerStep:
         """Nothing to do."""
 
 
+class DeepSpeedStep:
+    """A step of DeepSpeed's engine, which has the optimizer."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self._engine(tokens, targets)
+        self._engine.backward(loss)
+        self._engine.step()
+        return loss.detach()
+
+    def close(self) -> None:
+        """Let go of the hooks that it has on the model."""
+        self._engine.destroy()
+
+
 class LocalStep:
     """Compute of one rank alone: gradients are dropped, and the optimizer updates memory of a shard's size.
 
@@ -376,6 +393,64 @@ def _compute_in_fp8(model: LanguageModel, recipe: str, site: Site) -> None:
     convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name.startswith("blocks."))
 
 
+def _megatron(site: Site, *, strategy: int, double_buffers: bool = False) -> Step:
+    """Megatron-FSDP, of stage ``strategy`` of ZeRO. ``double_buffers``: units are gathered into two fixed buffers."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    _refuse_without_cuda(site, "Megatron-FSDP")
+    fsdp = _installed("megatron_fsdp", "megatron-fsdp")
+    mesh = init_device_mesh("cuda", (site.world_size, 1), mesh_dim_names=("dp", "tp"))
+    precision = fsdp.MixedPrecisionPolicy(
+        main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=torch.float32
+    )
+    model = fsdp.fully_shard_model(
+        _whole(site, torch.bfloat16),
+        device_mesh=mesh,
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=strategy,
+        device=site.device,
+        mixed_precision_policy=precision,
+        fsdp_double_buffer=double_buffers,
+    )
+    return EagerStep(model, fsdp.fully_shard_optimizer(adamw(model.parameters())))
+
+
+def _deepspeed(site: Site) -> Step:
+    """ZeRO-3 in bf16, with masters, states and sums of gradients in fp32."""
+    _refuse_without_cuda(site, "DeepSpeed")
+    deepspeed = _installed("deepspeed", "deepspeed")
+    model = _whole(site)
+    bucket = 200_000_000
+    settings = {
+        "train_micro_batch_size_per_gpu": site.workload.batch,
+        "bf16": {"enabled": True},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": bucket,
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_max_live_parameters": 1_000_000_000,
+            "stage3_param_persistence_threshold": 100_000,
+        },
+        "steps_per_print": 1_000_000_000,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model.parameters()), config=settings)
+    return DeepSpeedStep(engine)
+
+
+def _installed(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise NotServedError(f"{package} is not installed, or not for this torch: {error}") from error
+
+
 def _drop_in_over(site: Site, *, flat: bool) -> Step:
     """The optimizer is over plain parameters, or over one a unit where ``flat``."""
     import polyshard
@@ -457,6 +532,11 @@ _PEERS: dict[str, Callable[[Site], Step]] = {
     "fsdp2-fp8-tensorwise": partial(_fsdp2, fp8="tensorwise"),
     "fsdp2-fp8-rowwise": partial(_fsdp2, fp8="rowwise"),
     "fsdp2-fp8-rowwise-gw-hp": partial(_fsdp2, fp8="rowwise_with_gw_hp"),
+    "megatron-optim": partial(_megatron, strategy=1),
+    "megatron-optim-grads": partial(_megatron, strategy=2),
+    "megatron": partial(_megatron, strategy=3),
+    "megatron-double-buffers": partial(_megatron, strategy=3, double_buffers=True),
+    "deepspeed": _deepspeed,
     "drop-in": partial(_fsdp2, drop_in=True),
     "drop-in-local": partial(_drop_in_over, flat=False),
     "drop-in-flat": partial(_drop_in_over, flat=True),

@@ -1,4 +1,4 @@
-"""polyshard beside DDP, FSDP1, FSDP2 and compute without communication: one model, one run, peers taking turns.
+"""polyshard beside DDP, FSDP1, FSDP2, Megatron-FSDP, DeepSpeed and compute alone: one model, one run, peers in turn.
 
     torchrun --standalone --nproc-per-node 4 benchmarks/peers.py --rounds 3 --out benchmarks/results/peers.json
     torchrun --standalone --nproc-per-node 2 benchmarks/peers.py --train 1000 --every 100 --out train.json
