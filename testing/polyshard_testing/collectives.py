@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar
 
 import pytest
+import torch
 from polyshard.interfaces import Collectives, Group
 from typing_extensions import override
 
 from . import collectives_checks as checks
 from .plugin import PluginSuite, fingerprint_of
 from .ranks import KeptProcesses, Rank, run_ranks
+from .training import Model, check_training, seeded
 
 T = TypeVar("T")
 
@@ -127,6 +129,11 @@ class CollectivesSuite(PluginSuite):
             # In ranks of its own: after a timeout these may be of no use any more.
             timeout = timedelta(seconds=self.impatience_s)
             self.start_ranks(world_size, partial(_wait_in_vain, self.make_impatient, timeout=timeout))
+
+    def test_a_small_model_trains_as_it_does_unsharded(self, world_size: int) -> None:
+        # Made before there are ranks: threads share one generator of random numbers.
+        model = seeded(Model, torch.device("cpu")).double()
+        self.run_ranks(world_size, partial(check_training, model))
 
     test_capabilities_are_of_the_contracts_types_and_do_not_change = _rule(checks.check_capabilities)
     test_process_group_is_one_of_torch_with_the_same_ranks = _rule(checks.check_process_group)

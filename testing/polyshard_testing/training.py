@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from polyshard import GradScaler
 from polyshard.api import close, shard, unsharded
 from polyshard.config import PluginChoice, ShardConfig
+from polyshard.interfaces import Collectives
 from torch import nn
 from typing_extensions import override
 
@@ -91,10 +94,19 @@ class Training:
 
     def reference(self) -> Trained:
         """Of the model that is not sharded, on the whole batch."""
-        model = seeded(self.build, self.device)
+        return self.whole(seeded(self.build, self.device))
+
+    def whole(self, model: nn.Module) -> Trained:
+        """As ``reference``, of a ``model`` on the device, which is changed."""
         before = _values(model)
         self._steps(model, self.batch().to(self.device))
         return Trained(before, _values(model))
+
+    def over(self, collectives: Collectives, model: nn.Module) -> Trained:
+        """Of a ``model`` on the device that is sharded over ``collectives``, which stay open; one rank's part of it."""
+        batch = self.batch().chunk(collectives.world_size)[collectives.rank]
+        # What ranks say of themselves has rules of its own.
+        return self._trained(model, batch, collectives, lambda: {"check_ranks": False}, nullcontext())
 
     def sharded(self, settings: Settings) -> Trained:
         """Of the model that is sharded over two ranks; as ``alone`` on a device that threads do not share."""
@@ -158,7 +170,9 @@ class Training:
         # Powers of two, so that scaling rounds nothing that does not underflow.
         scaler = GradScaler(self.device.type, init_scale=2.0**8, enabled=self.loss_scaling)
         for _ in range(_STEPS):
-            scaler.scale(model(batch).float().square().mean()).backward()
+            scores = model(batch)
+            loss = scores.to(torch.promote_types(scores.dtype, torch.float32)).square().mean()
+            scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -168,6 +182,20 @@ class Training:
         with torch.no_grad():
             scores: torch.Tensor = model(self.batch().to(self.device))
         return scores.clone()
+
+
+def check_training(model: nn.Module, collectives: Collectives) -> None:
+    """A copy of ``model``, in fp64, trains over the ranks as another one does by itself with all of their batches.
+
+    Not tested of one rank, which shards nothing, of stand-ins, which gather what no model holds, and of jobs that
+    train with others, whose gradients are no part of this one's.
+    """
+    capabilities, device = collectives.capabilities, collectives.device
+    between_ranks = collectives.world_size > 1 and capabilities.can_communicate and collectives.replicas is None
+    if between_ranks and torch.float64 in capabilities.dtypes and device.type in capabilities.devices:
+        training = Training(batch=partial(tokens, _SAMPLES * collectives.world_size), device=device)
+        whole, sharded = (copy.deepcopy(model).to(device) for _ in range(2))
+        training.over(collectives, sharded).check(training.whole(whole), 1e-12)
 
 
 _ALONE = {"name": "polyshard:fake"}
