@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import polyshard
 import pytest
@@ -30,6 +30,9 @@ from polyshard.optim import step_in_backward
 from polyshard.planning import thresholds
 from polyshard.planning.device_mesh import mesh_over
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
+from polyshard_fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
+from polyshard_fsdp._common_utils import clean_tensor_name
+from polyshard_fsdp.wrap import ModuleWrapPolicy
 from polyshard_fsdp2 import CPUOffloadPolicy, FSDPModule, fully_shard
 from random_programs import (
     ONE_REDUCTION,
@@ -44,6 +47,7 @@ from random_programs import (
     Use,
     Way,
     draw_program,
+    draw_wrapped,
     forwards_of,
     smaller,
 )
@@ -59,7 +63,8 @@ CHUNK = 50
 pytestmark = [
     # Torch's word on a re-entrant checkpoint inside a re-entrant one, whose first forward runs without gradients.
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True"),
-    pytest.mark.filterwarnings("ignore:polyshard is switching to use `NO_SHARD`"),
+    pytest.mark.filterwarnings("ignore:(polyshard|FSDP) is switching to use `NO_SHARD`"),
+    pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated"),
 ]
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -103,8 +108,8 @@ class Run:
         else:
             with self._world.lock:
                 model = copy.deepcopy(self._start)
-            self._shard(model, **settings)
             model.pass_by = polyshard.skip
+            model = self._shard(model, **settings)
         kind = self.program.optimizer
         if kind == "muon":
             made: Any = exact(model)
@@ -114,12 +119,13 @@ class Run:
             return model, [MAKERS[kind.removeprefix("flat ")](parameters)]
         return model, [MAKERS[kind](model.parameters())]
 
-    def _shard(self, model: nn.Module, *, front: str, **settings: Any) -> None:
+    def _shard(self, model: nn.Module, *, front: str, **settings: Any) -> nn.Module:
         assert self._world is not None
+        if front == "wrapper":
+            return self._wrapped(model, **settings)
         if front == "shard":
             policy: Any = units_of(Raising) if self.program.policy == "blocks" else self.program.policy
-            polyshard.shard(model, threaded(self._world, self.rank, policy=policy, **settings))
-            return
+            return polyshard.shard(model, threaded(self._world, self.rank, policy=policy, **settings))
         inner: Any = {"blocks": Raising, "always": (nn.Linear, Extra), "never": ()}[self.program.policy]
         held = [parameter for module in model.modules() for parameter in module._parameters.values()]
         # What modules share is the outermost one's.
@@ -131,7 +137,7 @@ class Run:
             config = threaded(self._world, self.rank, **settings)
             for module in (*reversed(chosen), model):
                 polyshard.fully_shard(module, config)
-            return
+            return model
         context = PluginContext("threaded", torch.device("cpu"))
         mesh = mesh_over(ThreadedCollectives(context, self._world, self.rank), "cpu")
         given: dict[str, Any] = {
@@ -143,6 +149,29 @@ class Run:
         lists: list[Any] = [chosen[at : at + size] for at in range(0, len(chosen), size)]
         for modules in (*reversed(lists), [model]):
             fully_shard(modules, **given)
+        return model
+
+    def _wrapped(self, model: nn.Module, *, strategy: str, offload: bool, **settings: Any) -> nn.Module:
+        assert self._world is not None
+        group: Any = ThreadedCollectives(PluginContext("threaded", torch.device("cpu")), self._world, self.rank)
+        if "HYBRID" in strategy:
+            group = group.partition([[0, 1], [2, 3]]), group.partition([[0, 2], [1, 3]])
+        return FullyShardedDataParallel(
+            model,
+            group,
+            ShardingStrategy[strategy],
+            CPUOffload(offload),
+            ModuleWrapPolicy({Raising} if self.program.policy == "blocks" else ()),
+            **settings,
+        )
+
+    def _whole(self, writeback: bool = False) -> AbstractContextManager[Any]:
+        """In which parameters are whole."""
+        if not self.sharded:
+            return nullcontext()
+        if self.program.wrapped:
+            return FullyShardedDataParallel.summon_full_params(self.model, writeback=writeback)
+        return polyshard.unsharded(self.model, writeback=writeback)
 
     def begin(self, index: int, step: Step) -> None:
         """Events, forwards and backwards of one step."""
@@ -215,6 +244,8 @@ class Run:
                     ):
                         call(last or drawn.random() < 0.5, recurse=False)
             model.set_is_last_backward(last or drawn.random() < 0.5)
+        elif self.sharded and self.program.wrapped and turn is Turn.NO_SYNC and number < 2:
+            return cast("AbstractContextManager[Any]", model.no_sync())
         elif self.sharded and turn in (Turn.NO_SYNC, Turn.REPLICAS) and number < 2:
             return (polyshard.no_sync if turn is Turn.NO_SYNC else polyshard.no_all_reduce)(model)
         return nullcontext()
@@ -248,7 +279,7 @@ class Run:
             Segment((0, 1, 2, 3), ((Use.USE,) * 4,) * self.program.world_size, (False,) * self.program.world_size),
         )
         x = draw(2, 3, turn=100 + index, rank=self.rank)
-        whole = polyshard.unsharded(model, writeback=event is Event.WRITE) if self.sharded else nullcontext()
+        whole = self._whole(writeback=event is Event.WRITE)
         block = self._drawn.randrange(4)
         if event in (Event.EVALUATE, Event.INFER):
             model.eval()
@@ -259,8 +290,9 @@ class Run:
             with whole:
                 self.seen.values += [each.detach().clone() for each in model.parameters()]
                 with torch.no_grad():
-                    self.seen.values.append(model(x, plain, self.rank))
-                    if self.sharded:
+                    if not self.program.wrapped:
+                        self.seen.values.append(model(x, plain, self.rank))
+                    if self.sharded and not self.program.keeps_writes:
                         # Lost.
                         model.blocks[block].up.weight.zero_()
         elif event is Event.WRITE:
@@ -272,7 +304,7 @@ class Run:
         elif event in (Event.FREEZE, Event.FREEZE_WHOLE):
             for optimizer in self.optimizer:
                 optimizer.zero_grad()
-            trained = model.blocks[block].up.weight.requires_grad
+            trained = next(model.blocks[block].parameters()).requires_grad
             with whole if event is Event.FREEZE_WHOLE else nullcontext():
                 model.blocks[block].requires_grad_(not trained)
         elif event is Event.UNUSED:
@@ -315,7 +347,9 @@ class Run:
         """Clip gradients, ours or torch's, as the step says."""
         if step.clip is None:
             return
-        if step.clip == "polyshard" and self.sharded:
+        if self.program.wrapped and self.sharded:
+            norm = cast("FullyShardedDataParallel", self.model).clip_grad_norm_(0.3)
+        elif step.clip == "polyshard" and self.sharded:
             norm = polyshard.clip_grad_norm_(self.model, 0.3)
         else:
             given = [p for each in self.optimizer for group in each.param_groups for p in group["params"]]
@@ -340,12 +374,15 @@ class Run:
                 mesh, placed = parameter.device_mesh, parameter.placements[-1]
                 of = mesh.ndim - 1
                 self.seen.places[name] = (mesh.get_local_rank(of), mesh.size(of)) if placed.is_shard() else (0, 1)
+        if self.program.wrapped and self._drawn.random() < 0.5:
+            # A rank has elements of its flat parameters, in no rows.
+            self.seen.values += self.whole().values()
         return self.seen
 
     def whole(self) -> dict[str, torch.Tensor]:
         """Whole parameters."""
-        with polyshard.unsharded(self.model) if self.sharded else nullcontext():
-            return {name: each.detach().clone() for name, each in self.model.named_parameters()}
+        with self._whole():
+            return {clean_tensor_name(name): each.detach().clone() for name, each in self.model.named_parameters()}
 
 
 def _fail(*_: Any) -> None:
@@ -493,13 +530,13 @@ def shrunk(program: Program, error: BaseException, folder: Path) -> tuple[Progra
     return program, error
 
 
-def check_all(numbers: range, folder: Path) -> None:
+def check_all(numbers: range, folder: Path, drawn: Callable[[int], Program] = draw_program) -> None:
     """Run all programs; one failure names all that failed, and prints the first, shrunk."""
-    errors = {number: error_of(draw_program(number), folder / str(number)) for number in numbers}
+    errors = {number: error_of(drawn(number), folder / str(number)) for number in numbers}
     failed = {number: error for number, error in errors.items() if error is not None}
     if failed:
         first = next(iter(failed))
-        program, error = shrunk(draw_program(first), failed[first], folder / "shrunk")
+        program, error = shrunk(drawn(first), failed[first], folder / "shrunk")
         pytest.fail(
             f"{len(failed)} of {len(numbers)} programs failed: {', '.join(map(str, failed))}. "
             f"POLYSHARD_PROGRAM={first} runs the first alone. What is left of it:\n{program}\n"
@@ -523,3 +560,18 @@ def test_training_is_right_or_every_rank_is_told(first: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("first", range(0, NIGHTLY, CHUNK))
 def test_two_thousand_programs(first: int, tmp_path: Path) -> None:
     check_all(range(first, first + CHUNK), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, QUICK, QUICK_CHUNK) if ONE is None else [int(ONE)])
+def test_fsdps_wrapper_trains_as_unsharded_copies(first: int, tmp_path: Path) -> None:
+    if ONE is not None:
+        print(draw_wrapped(first))
+    check_all(range(first, first + (QUICK_CHUNK if ONE is None else 1)), tmp_path, draw_wrapped)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", range(0, NIGHTLY // 4, CHUNK))
+def test_five_hundred_programs_of_the_wrapper(first: int, tmp_path: Path) -> None:
+    check_all(range(first, first + CHUNK), tmp_path, draw_wrapped)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from parity import Block
+from polyshard_fsdp import BackwardPrefetch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -190,6 +191,18 @@ class Program:
     """Settings of later models, in turn."""
 
     @property
+    def wrapped(self) -> bool:
+        """Whether FSDP's wrapper shards."""
+        return bool(self.settings["front"] == "wrapper")
+
+    @property
+    def keeps_writes(self) -> bool:
+        """Whether what is written into whole parameters stays: where nothing is copied."""
+        if not self.wrapped or self.settings["offload"]:
+            return False
+        return self.world_size == 1 or bool(self.settings["strategy"] == "NO_SHARD")
+
+    @property
     def mixed(self) -> bool:
         """Whether ranks differ in what they do anywhere."""
         return any(len(set(segment.uses)) > 1 for step in self.steps for way in step.ways for segment in way)
@@ -363,13 +376,14 @@ def _using(
             with torch.no_grad():
                 y = block(x)
             return x + y
-        block.raises, block.aside = use is Use.RAISE, aside if use is Use.ASIDE else None
+        told = getattr(block, "module", block)
+        told.raises, told.aside = use is Use.RAISE, aside if use is Use.ASIDE else None
         try:
             y = block(x)
         except PlannedError:
             return x * 1.0
         finally:
-            block.raises, block.aside = False, None
+            told.raises, told.aside = False, None
         if use is Use.TWICE:
             return torch.tanh(y) + block(y)
         return x * 1.0 if use is Use.DROP else y
@@ -412,6 +426,71 @@ def draw_program(number: int) -> Program:
         free=free,
         steps=steps,
         others=tuple(_settings(drawn, world_size, family, single) for _ in range(saves)),
+    )
+
+
+def draw_wrapped(number: int) -> Program:
+    """The program of that number, as far as FSDP's wrapper can be asked of it."""
+    program, drawn = draw_program(number), random.Random(number)
+    strategies = ["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+    if program.world_size == 4:
+        strategies += ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
+    settings: dict[str, Any] = {
+        "front": "wrapper",
+        "strategy": drawn.choice(strategies),
+        "use_orig_params": drawn.random() < 0.5,
+        "offload": drawn.random() < 0.3,
+        "backward_prefetch": drawn.choice((None, *BackwardPrefetch)),
+        "forward_prefetch": drawn.random() < 0.5,
+    }
+    # One tensor a unit is trained and frozen as a whole.
+    flat = not settings["use_orig_params"]
+    without = program.family is Family.SCALAR or (flat and program.family is Family.ADAPTED)
+    return replace(
+        program,
+        settings=settings,
+        # Of a unit of which a part is used the rest has zeros, which are decayed: blocks are used or not.
+        policy="blocks",
+        optimizer=program.optimizer if program.optimizer in ("momentum", "adamw") else "adamw",
+        frozen=None if flat else program.frozen,
+        tied=False,
+        family=Family.DENSE if without else program.family,
+        in_backward=None,
+        free=False,
+        steps=tuple(_wrapped_step(step, flat, program.nested) for step in program.steps),
+        others=(),
+    )
+
+
+#: What the wrapper is not made for, and what stands in its place.
+INSTEAD = {Turn.SOME: Turn.NO_SYNC, Turn.REPLICAS: Turn.NO_SYNC, Turn.PARAMETERS: Turn.PLAIN}
+#: Where a backward reduces a unit before it is released, the gradient does not fit the whole flat parameter.
+INSTEAD_OF_FLAT = {**INSTEAD, Turn.INSIDE: Turn.PLAIN, Turn.PENALTY: Turn.GRAD_FIRST}
+
+
+def _wrapped_step(step: Step, flat: bool, nested: bool) -> Step:
+    turn = (INSTEAD_OF_FLAT if flat else INSTEAD).get(step.turn, step.turn)
+    others = {Event.SAVE, Event.FREEZE_WHOLE, *((Event.CHANGE,) if flat else ())}
+    if turn is Turn.NO_SYNC or len(step.events) > 1:
+        # Behind a backward that raised comes a forward.
+        others.add(Event.FAIL)
+
+    def alike(segment: Segment) -> Segment:
+        # What an instance with another one inside leaves beside its output is refused: it was released. What runs again
+        # for nobody, too, is reduced before it is released.
+        again = segment.around is not None or segment.each is not None
+        refused = {*((Use.ASIDE,) if nested else ()), *((Use.DROP, Use.RAISE) if flat and again else ())}
+        its = tuple(Use.USE if use in refused else use for use in segment.uses[0])
+        drops = (segment.drops[0] and not (flat and again),)
+        return _alike(replace(segment, uses=(its,), drops=drops), len(segment.uses))
+
+    return replace(
+        step,
+        events=tuple(event for event in step.events if event not in others),
+        turn=turn,
+        ways=tuple(tuple(alike(segment) for segment in way) for way in step.ways),
+        gated=(True,) * len(step.gated),
+        apart=False,
     )
 
 
