@@ -10,55 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Block, Net, draw, on_ranks, seeded, square_step, train_reference
+from parity import Block, Net, draw, on_ranks, seeded, train_reference
 from polyshard.errors import StateError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from polyshard_fsdp import MixedPrecision, ShardingStrategy
+from polyshard_fsdp import MixedPrecision
 from polyshard_fsdp.wrap import ModuleWrapPolicy
 from torch import nn
 
 CONTEXT = PluginContext("test", torch.device("cpu"), timeout=timedelta(seconds=10))
-TURNS = 3
 
 
 def _wrapped(model: nn.Module, group: Any, **settings: Any) -> FSDP:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
         return FSDP(model, group, auto_wrap_policy=ModuleWrapPolicy({Block}), **settings)
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("world_size", [3, 8])
-def test_threads_train_as_unsharded_copies(world_size: int, strategy: str, use_orig_params: bool) -> None:
-    model = seeded(Net)
-    reference = train_reference(model, square_step, world_size, TURNS)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[list[torch.Tensor]], dict[str, torch.Tensor]]:
-        with world.lock:
-            mine = copy.deepcopy(model)
-            group = ThreadedCollectives(CONTEXT, world=world, rank=rank)
-            sharded = _wrapped(
-                mine, group, sharding_strategy=ShardingStrategy[strategy], use_orig_params=use_orig_params
-            )
-        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
-        seen = []
-        for turn in range(TURNS):
-            seen.append(square_step(sharded, turn, rank))
-            optimizer.step()
-            optimizer.zero_grad()
-        with FSDP.summon_full_params(sharded):
-            return seen, {name: value.detach().clone() for name, value in sharded.named_parameters()}
-
-    for rank, (seen, parameters) in enumerate(on_ranks(world_size, on_rank)):
-        assert parameters.keys() == reference.parameters.keys()
-        for turn, values in enumerate(seen):
-            torch.testing.assert_close(values, reference.observed[turn][rank], rtol=1e-12, atol=1e-12)
-        for name, value in parameters.items():
-            torch.testing.assert_close(value, reference.parameters[name], rtol=1e-12, atol=1e-12)
 
 
 def test_one_pretended_rank_of_many_takes_a_step() -> None:

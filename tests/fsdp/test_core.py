@@ -16,7 +16,6 @@ from fsdp_parity.models import (
     DummyDDP,
     FSDPInitMode,
     MixtureOfExperts,
-    NestedWrappedModule,
     NestedWrappedModuleWithDelay,
     ParityModel,
     TransformerWithSharedParams,
@@ -110,16 +109,6 @@ def _parity(
             check(model.module)
 
     run_subtests(axes or _axes(ranks, cpu_offload), case)
-
-
-def nested_wrapped_model(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
-    _parity(ranks, NestedWrappedModule, cpu_offload, strategy)
-
-
-def nested_wrapped_model_single_iteration_mixed_precision(
-    ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None
-) -> None:
-    _parity(ranks, NestedWrappedModule, cpu_offload, strategy, num_iters=1, mixed_precision=FP16)
 
 
 def transformer(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
@@ -347,8 +336,6 @@ def test_unshard_params_as_tensors(ranks: Ranks, **settings: Any) -> None:
 
 
 PARITY = (
-    nested_wrapped_model,
-    nested_wrapped_model_single_iteration_mixed_precision,
     transformer,
     delayed_optim_step,
     delayed_reduce_scatter,

@@ -6,23 +6,22 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from fsdp_parity.models import CUDAInitMode, FSDPInitMode, TransformerWithSharedParams, wrap_fsdp
+import torch.distributed as dist
+from fsdp_parity.models import wrap_fsdp
 from fsdp_parity.ranks import Pools, Ranks
-from fsdp_parity.subtests import pairs, run_subtests
-from fsdp_parity.training import assert_on_cpu, assert_same_parameters, ddp, full_parameters
+from fsdp_parity.subtests import pairs
+from fsdp_parity.training import assert_on_cpu, full_parameters
 from parity import Block, Net, draw, on_ranks, seeded
 from polyshard.errors import StateError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
-from polyshard_fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy
+from polyshard_fsdp import CPUOffload, ShardingStrategy
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp._common_utils import clean_tensor_name
 from polyshard_fsdp._unit import FlatGradients
@@ -31,85 +30,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
-
-
-def accumulated(ranks: Ranks, use_orig_params: bool, turns: Sequence[tuple[bool, int]], offload: bool) -> None:
-    """Two rounds of backwards and a step, the last backward of a round always synchronising; the transformer comes to
-    DDP's losses and parameters. ``turns``: (whether under ``no_sync``, how many), in order.
-    """
-    prefetches = (None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST)
-    # Prefetching is for what is gathered again, and that are parameters of FULL_SHARD alone.
-    first, *others = STRATEGIES
-    cases: list[dict[str, Sequence[Any]]] = [
-        {"backward_prefetch": prefetches, "sharding_strategy": [first]},
-        {"backward_prefetch": prefetches[1:2], "sharding_strategy": others},
-    ]
-    settings = {"use_orig_params": use_orig_params, "cpu_offload": CPUOffload(offload_params=offload)}
-    # The same for every case: torch's DDP knows none of the settings.
-    plain = _transformer(ranks, FSDPInitMode.NO_FSDP)
-    reference = ddp(ranks, plain)
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.01, momentum=0.9)
-    wanted = []
-    for round_ in range(2):
-        losses = _round(reference, plain, ranks, turns, round_)
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted.append((losses, {name: p.detach().clone() for name, p in plain.named_parameters()}))
-    for axes in cases:
-        run_subtests(axes, _accumulated, ranks, turns, wanted, **settings)
-
-
-def _transformer(ranks: Ranks, mode: FSDPInitMode, settings: dict[str, Any] | None = None) -> Any:
-    return TransformerWithSharedParams.init(
-        ranks.group,
-        mode,
-        CUDAInitMode.CUDA_BEFORE,
-        settings,
-        deterministic=True,
-        add_bn=False,
-        device=ranks.device,
-    )
-
-
-def _accumulated(
-    ranks: Ranks,
-    turns: Sequence[tuple[bool, int]],
-    wanted: Sequence[tuple[list[torch.Tensor], dict[str, torch.Tensor]]],
-    **settings: Any,
-) -> None:
-    model = _transformer(ranks, FSDPInitMode.RECURSIVE, settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    for round_, (losses, parameters) in enumerate(wanted):
-        got = _round(model, model.module, ranks, turns, round_)
-        torch.testing.assert_close(got, losses)
-        for parameter in model.parameters():
-            # As the optimizer needs them: this rank's part, where the parameter is.
-            if parameter.grad is not None:
-                assert parameter.grad.shape == parameter.shape
-                assert parameter.grad.device == parameter.device
-        optimizer.step()
-        optimizer.zero_grad()
-        if settings["cpu_offload"].offload_params:
-            assert_on_cpu(model, "after a step")
-        assert_same_parameters(full_parameters(model), parameters)
-
-
-def _round(
-    model: Any, module: TransformerWithSharedParams, ranks: Ranks, turns: Sequence[tuple[bool, int]], round_: int
-) -> list[torch.Tensor]:
-    without_sync = [each for each, count in turns for _ in range(count)]
-    without_sync[-1] = False
-    losses = []
-    generator = torch.Generator().manual_seed(100 * round_ + ranks.rank)
-    for quiet in without_sync:
-        batch = module.get_input(ranks.device)
-        order = torch.randperm(batch[0].numel(), generator=generator).to(ranks.device)
-        batch = (batch[0].view(-1)[order].view_as(batch[0]), batch[1])
-        with model.no_sync() if quiet else nullcontext():
-            loss = module.get_loss(batch, model(*batch))
-            loss.backward()
-        losses.append(loss.detach())
-    return losses
 
 
 def unreduced_with_offload(ranks: Ranks, use_orig_params: bool) -> None:
@@ -137,6 +57,17 @@ def unreduced_with_offload(ranks: Ranks, use_orig_params: bool) -> None:
             shown = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
             expected = torch.cat([each.flatten() for each in own])
             torch.testing.assert_close(shown[: expected.numel()], expected)
+        # Then one that synchronises: the mean over ranks of all three.
+        before = full_parameters(model)
+        x = torch.randn(5, 3, generator=generator).to(ranks.device)
+        for each in (plain, model):
+            each(x).square().sum().backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        for after, (name, parameter) in zip(full_parameters(model).values(), plain.named_parameters(), strict=True):
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            mean = (parameter.grad / ranks.world_size).to(after.device)
+            torch.testing.assert_close(before[name] - after, mean, rtol=1e-4, atol=1e-4)
 
 
 CONTEXT = PluginContext("test", torch.device("cpu"), timeout=timedelta(seconds=10))
@@ -146,21 +77,6 @@ EACH_STRATEGY = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_O
 
 class TestGradAcc:
     """Beside DDP."""
-
-    @pytest.mark.parametrize(
-        ("use_orig_params", "first_without_sync"), [(False, True), pytest.param(True, False, marks=pytest.mark.nightly)]
-    )
-    def test_grad_acc(self, ranks: Pools, use_orig_params: bool, first_without_sync: bool) -> None:
-        turns = ((first_without_sync, 2), (not first_without_sync, 2), (first_without_sync, 2))
-        ranks.run(2, accumulated, use_orig_params, turns, False)
-
-    @pytest.mark.nightly
-    @FORMS
-    @pytest.mark.parametrize("turns", [((True, 3),), ((True, 2), (False, 2), (True, 1))])
-    def test_grad_acc_cpu_offload(
-        self, ranks: Pools, use_orig_params: bool, turns: tuple[tuple[bool, int], ...]
-    ) -> None:
-        ranks.run(2, accumulated, use_orig_params, turns, True)
 
     @FORMS
     def test_unreduced_gradients_with_offload(self, ranks: Pools, use_orig_params: bool) -> None:
