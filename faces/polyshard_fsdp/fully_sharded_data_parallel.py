@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from polyshard.errors import ConfigAssertionError, ConfigError, ConfigTypeError, StateError, TrainingStateError
-from polyshard.extension import clip_grad_norm, uncompiled_alone
+from polyshard.extension import clip_grad_norm, refuse_torch_sharded, uncompiled_alone
 from polyshard.interfaces import COMPLETED, Work
 from torch import nn
 
@@ -111,6 +111,7 @@ class FullyShardedDataParallel(FSDPInstance, TorchFSDP):  # type: ignore[misc]
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             # It has no forward in which its parameters could be gathered.
             warn(f"FSDP will not all-gather parameters for containers that do not implement forward: {module}")
+        refuse_torch_sharded(module, but=FSDPInstance)
         managed = init.find_managed(self, module, ignored_modules, ignored_states)
         device_type = init.device_type_of(managed, device_id)
         groups = init.resolve_groups(sharding_strategy, process_group, device_mesh, auto_wrap_policy, device_type)

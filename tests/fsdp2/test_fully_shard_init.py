@@ -34,11 +34,13 @@ from fsdp2_models import (
     wholes,
 )
 from polyshard.errors import AlreadyShardedError
+from polyshard_fsdp import FullyShardedDataParallel
 from polyshard_fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from processes import KeptRanks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import Shard, distribute_tensor
 
 
@@ -369,11 +371,15 @@ def refused_behind_torch(rank: int) -> None:
         lambda model: ours.fully_shard([model, nn.Linear(4, 4)], mesh=cpu_mesh()),
         lambda model: polyshard.fully_shard(model, config),
         lambda model: polyshard.shard(model, config),
+        FullyShardedDataParallel,
     ]
-    words = rf"^'1' was sharded by torch\.distributed\.fsdp's fully_shard \(rank {rank}\): import fully_shard from poly"
+    words = r"^'1' was sharded by torch\.distributed\.fsdp's {0} \(rank {1}\): import {0} from polyshard_{2} for all"
     for call in calls:
-        with pytest.raises(AlreadyShardedError, match=words):
+        with pytest.raises(AlreadyShardedError, match=words.format("fully_shard", rank, "fsdp2")):
             call(build())
+    wrapped = nn.Sequential(nn.Linear(4, 4), TorchFSDP(nn.Linear(4, 4), device_id=torch.device("cpu")))
+    with pytest.raises(AlreadyShardedError, match=words.format("FullyShardedDataParallel", rank, "fsdp")):
+        FullyShardedDataParallel(wrapped)
 
 
 def test_modules_that_torchs_fully_shard_had_are_named(ranks: KeptRanks) -> None:

@@ -19,18 +19,22 @@ from ..runtime.placed import Placements
 Initializer = Callable[[nn.Module], None]
 
 
-def refuse_torch_sharded(module: nn.Module) -> None:
-    """Raise AlreadyShardedError where torch's ``fully_shard`` was given a module inside ``module``: name and rank.
+def refuse_torch_sharded(module: nn.Module, *, but: type | tuple[type, ...] = ()) -> None:
+    """Raise AlreadyShardedError where torch sharded a module inside ``module``: name and rank.
 
-    Its parameters are ``DTensor``s, as those of tensor parallelism are, and only its class tells what cut them.
+    Its parameters may be ``DTensor``s, as those of tensor parallelism are, and only its class tells what cut them.
+    ``but``: a face's class that is one of torch's.
     """
     for name, inner in module.named_modules() if isinstance(module, nn.Module) else ():
         # A drop-in's class for its modules is torch's, too, by way of another one.
-        if any(_is_torch_sharded(kind) for kind in type(inner).__mro__):
+        kind = next(filter(_is_torch_sharded, type(inner).__mro__), None)
+        if kind is not None and not isinstance(inner, but):
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            wraps = kind.__name__ == "FullyShardedDataParallel"
+            call, face = (kind.__name__, "polyshard_fsdp") if wraps else ("fully_shard", "polyshard_fsdp2")
             raise AlreadyShardedError(
-                f"'{name or '(root)'}' was sharded by torch.distributed.fsdp's fully_shard (rank {rank}): import "
-                "fully_shard from polyshard_fsdp2 for all of the model, or use one of them."
+                f"'{name or '(root)'}' was sharded by torch.distributed.fsdp's {call} (rank {rank}): import "
+                f"{call} from {face} for all of the model, or use one of them."
             )
 
 
