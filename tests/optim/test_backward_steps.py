@@ -73,6 +73,17 @@ def fused_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
+class Uncopied(torch.optim.SGD):
+    """Holds what cannot be pickled, and so refuses ``copy.copy``, too."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("cannot pickle an optimizer that holds a lock")
+
+
+def uncopied(model: nn.Module) -> torch.optim.Optimizer:
+    return Uncopied(model.parameters(), lr=0.1, momentum=0.9)
+
+
 # --- training ---
 
 
@@ -88,7 +99,7 @@ def fused_adam(model: nn.Module) -> torch.optim.Optimizer:
             (2, SOME_PARKED),
         ],
     ),
-    *("optimizer", [adam, flat_adam, momentum_in_groups, fused_adam]),
+    *("optimizer", [adam, flat_adam, momentum_in_groups, fused_adam, uncopied]),
     *("step", [square_step, accumulating_step]),
 )
 def test_training_equals_the_unsharded_model(

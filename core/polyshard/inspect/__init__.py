@@ -32,7 +32,7 @@ from ..planning.parts import TensorPart, is_dtensor, local_of, placed_as, whole_
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, refuse_sharded
 from ..planning.plan import refuse_unshardable as refuse_unshardable_parameters
 from ..planning.values import send_from_first
-from ..runtime.backward_step import note_part
+from ..runtime.backward_step import copy_to_step
 from ..runtime.grouped import GroupedState
 from ..runtime.live_roots import live_roots
 from ..runtime.module_state import ModuleState
@@ -133,15 +133,13 @@ def models() -> list[ShardedModel]:
 
 
 def step_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Step by ``optimizer``, a copy of another one, so that nothing takes that for a step of the training.
+    """Step by ``optimizer``, which ``copy_to_step`` made.
 
     Raises UnsupportedError: its kernels cannot step what the other one holds.
     """
     located = live_roots.find([parameter for group in optimizer.param_groups for parameter in group["params"]])
     refuse_plain_kernels(optimizer, [each for each in located if each is not None])
-    note_part(optimizer)
-    # The class's own: schedulers put others around.
-    type(optimizer).step(optimizer)
+    optimizer.step()
 
 
 def find(tensors: Sequence[torch.Tensor]) -> list[LocatedParameter | None]:

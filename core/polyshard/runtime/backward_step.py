@@ -15,9 +15,8 @@ no version. Where former values are kept, units get them back, and ``step()`` up
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -47,13 +46,23 @@ _parts: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def steps_a_part(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer`` is the copy by which another one steps over a unit, or gets its first state."""
+    """Whether ``copy_to_step`` made ``optimizer``."""
     return optimizer in _parts
 
 
-def note_part(optimizer: torch.optim.Optimizer) -> None:
-    """Let nothing take the steps of ``optimizer``, a copy of another one, for steps of the training."""
-    _parts.add(optimizer)
+def copy_to_step(optimizer: torch.optim.Optimizer, state: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """What steps as ``optimizer`` does, over ``groups`` and into ``state``. Its hooks do not hear of that, and nothing
+    takes it for a step of the training."""
+    # Not copy.copy, which asks the class for less than it needs to step.
+    copied: Any = object.__new__(type(optimizer))
+    copied.__dict__.update(vars(optimizer))
+    # What a scheduler put around it counts calls.
+    copied.__dict__.pop("step", None)
+    copied.state, copied.param_groups = state, groups
+    copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    found: torch.optim.Optimizer = copied
+    _parts.add(found)
+    return found
 
 
 class _Stepped(NamedTuple):
@@ -133,11 +142,7 @@ class BackwardStep:
         self._optimizer, self._rank, self._reduces_once = optimizer, rank, reduces_once
         self._former: dict[nn.Parameter, _Former] | None = {} if keeps_former else None
         self._name = type(optimizer).__name__
-        # Torch's copies have state and groups, others may need more. What a scheduler put around ``step`` counts calls.
-        self._part = copy.copy(optimizer)
-        self._part.__dict__ = {**optimizer.__dict__, **self._part.__dict__}
-        self._part.__dict__.pop("step", None)
-        _parts.add(self._part)
+        self._part = copy_to_step(optimizer, optimizer.state, [])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="polyshard-step")
         self._running: list[Future[None]] = []
         self._stepped: dict[Reducible, _Stepped] = {}

@@ -16,6 +16,7 @@ from ..inspect import (
     ShardedModel,
     ShardedParameter,
     blocks_of,
+    copy_to_step,
     is_dtensor,
     local_of,
     placed_as,
@@ -27,7 +28,7 @@ from ..inspect import (
     without_wrappers,
 )
 from .blocks import entry_of
-from .initial import copy_to_step, exchanges, stepping_quickly, steps_others
+from .initial import exchanges, stepping_quickly, steps_others
 from .sharded import Holding, holdings, of_parameter, parameters_of
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -496,8 +497,7 @@ def _state_after_a_step(
     copied = copy_to_step(optimizer, defaultdict(dict), [own])
     try:
         with stepping_quickly(copied):
-            # The class's own: schedulers put others around.
-            type(optimizer).step(copied)
+            copied.step()
     except Exception:
         return {}
     found: Mapping[str, Any] = copied.state.get(stand_in, {})

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, PolyshardError, UnsupportedError
-from ..inspect import ShardedModel, step_apart
+from ..inspect import ShardedModel, copy_to_step, step_apart
 from .exchange import numbers_of_all, speaks
 from .sharded import Holding, holdings
 
@@ -65,17 +64,6 @@ def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The one inside of ``optimizer`` whose groups are all of its own; itself, where there is none."""
     inside = (each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer))
     return next((each for each in inside if each.param_groups is optimizer.param_groups), optimizer)
-
-
-def copy_to_step(optimizer: torch.optim.Optimizer, state: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """What steps as ``optimizer`` does, over ``groups`` and into ``state``, and whose steps no hook hears of."""
-    # Not copy.copy, which asks the class for less than it needs to step.
-    copied: Any = object.__new__(type(optimizer))
-    copied.__dict__.update(vars(optimizer))
-    copied.state, copied.param_groups = state, groups
-    copied._optimizer_step_pre_hooks, copied._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    found: torch.optim.Optimizer = copied
-    return found
 
 
 @contextmanager
