@@ -10,7 +10,7 @@ import polyshard
 import pytest
 import torch
 from cuda_models import sharded
-from parity import local
+from parity import whole
 from polyshard.optim import step_in_backward
 from processes import KeptRanks, gpu_ranks, settle_on_device
 from torch import nn
@@ -32,44 +32,36 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def train(
-    rank: int, settings: dict[str, Any], flat: bool, most: float | None
-) -> tuple[list[float], list[float], float, list[str]]:
-    """Losses with and without steps in the backward; the largest difference of parameters; where state is.
+def train(rank: int, settings: dict[str, Any], flat: bool, most: float | None) -> tuple[float, list[str]]:
+    """How far parameters are from an unsharded model's, as a share of what training changed; where state is.
 
     ``most``: norm of gradients; None for any.
     """
-    device = settle_on_device(rank)
+    device, dtype = settle_on_device(rank), torch.float32 if "precision" in settings else torch.float64
     torch.manual_seed(0)
     # Copies of a unit take far longer than the host needs to get to its next call.
-    start = nn.Sequential(*(Block(1024) for _ in range(6))).to(device)
-    losses: list[list[float]] = []
-    models = []
-    for hands_over in (True, False):
-        model = sharded(copy.deepcopy(start), Block, batch_nbytes=0, **settings)
-        given = polyshard.flat_parameters(model) if flat else list(model.parameters())
-        optimizer = torch.optim.AdamW(given, lr=1e-3, fused=True)
-        if hands_over:
-            step_in_backward(model, optimizer, keeps_former=most is not None)
-        generator = torch.Generator().manual_seed(3 + rank)
-        seen = []
-        for _ in range(6):
-            loss = model(torch.randn(64, 1024, generator=generator).to(device)).square().mean()
-            loss.backward()
-            if most is not None:
-                polyshard.clip_grad_norm_(model, most)
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(loss.detach())
-        losses.append(torch.stack(seen).tolist())
-        models.append(model)
-    devices = sorted({state["exp_avg"].device.type for state in optimizer.state.values()})
-    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
-    return (
-        *losses,
-        max(float((local(a) - local(b)).detach().abs().max()) for a, b in pairs if local(a).numel()),
-        devices,
+    start = nn.Sequential(*(Block(1024) for _ in range(6))).to(device, dtype)
+    model, plain = sharded(copy.deepcopy(start), Block, batch_nbytes=0, **settings), copy.deepcopy(start)
+    given = polyshard.flat_parameters(model) if flat else list(model.parameters())
+    optimizer, reference = (torch.optim.AdamW(each, lr=1e-3, fused=True) for each in (given, plain.parameters()))
+    step_in_backward(model, optimizer, keeps_former=most is not None)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(6):
+        batch = torch.randn(64 * WORLD_SIZE, 1024, generator=generator, dtype=dtype).to(device)
+        model(batch.chunk(WORLD_SIZE)[rank]).square().mean().backward()
+        plain(batch).square().mean().backward()
+        if most is not None:
+            polyshard.clip_grad_norm_(model, most)
+            nn.utils.clip_grad_norm_(plain.parameters(), most)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    got, wanted, before = (
+        torch.cat([each.detach().flatten() for each in values])
+        for values in (whole(model).values(), plain.parameters(), start.parameters())
     )
+    devices = sorted({state["exp_avg"].device.type for state in optimizer.state.values()})
+    return float((got - wanted).norm() / (wanted - before).norm()), devices
 
 
 # The norm falls from step to step.
@@ -85,10 +77,9 @@ def train(
     ],
     ids=str,
 )
-def test_training_is_that_of_steps_behind_the_backward(
+def test_training_equals_the_unsharded_model(
     settings: dict[str, Any], devices: list[str], flat: bool, most: float | None
 ) -> None:
-    for handed, plain, difference, found in run(train, settings, flat, most):
-        assert handed == plain
-        assert difference == 0
+    for off, found in run(train, settings, flat, most):
+        assert off <= (0.2 if "precision" in settings else 1e-10)
         assert found == devices
