@@ -81,5 +81,6 @@ def test_training_equals_the_unsharded_model(
     settings: dict[str, Any], devices: list[str], flat: bool, most: float | None
 ) -> None:
     for off, found in run(train, settings, flat, most):
-        assert off <= (0.2 if "precision" in settings else 1e-10)
+        # The unsharded model computes in fp32 where this one does in bf16.
+        assert off <= (0.1 if "precision" in settings else 1e-10)
         assert found == devices
