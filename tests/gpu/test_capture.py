@@ -360,9 +360,9 @@ def scheduled(rank: int, fused: bool) -> tuple[float, float, list[str]]:
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
 def test_a_plain_optimizer_and_a_schedule_of_numbers_are_captured(fused: bool) -> None:
     for loss, parameters, modes in run(scheduled, fused):
-        # One step behind the loading counts on the host, in 64 bits.
-        assert loss < 1e-8
-        assert parameters < 1e-8
+        # A replay reads rates in 32 bits, as does the fused kernel. A wrong rate would be seen at 1e-3.
+        assert loss < 1e-6
+        assert parameters < 1e-6
         # The loaded state outdates the graph, and is captured behind another warm-up.
         assert modes == ["warming_up"] * 3 + ["captured"] * 11 + ["warming_up"] * 4 + ["captured"] * 2
 

@@ -1,8 +1,9 @@
-"""Strategies beside what drawn programs train: empty shards, one rank and a thousand, bytes of a step, meshes."""
+"""Strategies: pairs of each, empty shards, one rank and a thousand, bytes of a step, meshes."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -81,6 +82,42 @@ def assert_wholes(ranks: list[dict[str, torch.Tensor]], expected: dict[str, torc
         for name, value in wholes.items():
             assert torch.equal(value, ranks[0][name])
             torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
+
+
+# Parity.
+
+
+#: What an optimizer is given.
+GIVEN: dict[str, Callable[[nn.Module], Any]] = {
+    "parameters": nn.Module.parameters,
+    "flat": polyshard.flat_parameters,
+}
+OFFLOADS: list[Any] = ["none", "cpu", "optimizer", {"name": "partial", "units": "blocks.1"}]
+CHOSEN_RANKS = [
+    *(({"strategy": name}, world) for name in ("no_shard", "zero1", "zero2", "full_shard") for world in (2, 4)),
+    *(({"strategy": name, "shard_size": 2}, 4) for name in ("hybrid", "hybrid_shard_zero2", "hpz", "hfsdp")),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CHOSEN_RANKS)))
+def test_pairs_of_strategies_optimizers_and_offload_train_alike(number: int) -> None:
+    """Each strategy with each offload, and each of both with each form of an optimizer's parameters."""
+    settings, world_size = CHOSEN_RANKS[number]
+    model = seeded(Net)
+    reference = train_reference(model, square_step, world_size, 3, adam)
+    for place, offload in enumerate(OFFLOADS):
+        given = list(GIVEN.values())[(number + place) % len(GIVEN)]
+
+        def on_rank(rank: int, world: ThreadedWorld, offload: Any = offload, given: Any = given) -> Any:
+            mine = sharded_copy(model, rank, world, **BLOCKS, **settings, offload=offload)
+            optimizer = torch.optim.AdamW(given(mine), lr=1e-2)
+            for turn in range(3):
+                square_step(mine, turn, rank)
+                optimizer.step()
+                optimizer.zero_grad()
+            return {name: full(parameter.detach()) for name, parameter in mine.named_parameters()}
+
+        assert_wholes(on_ranks(world_size, on_rank), reference.parameters)
 
 
 # Shards without elements.
