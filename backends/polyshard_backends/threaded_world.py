@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import enum
 import gc
-import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import Context
-from functools import partial
-from queue import SimpleQueue
-from typing import Any, ClassVar, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
-import torch
 from polyshard.errors import (
     CollectiveAbortedError,
     CollectiveTimeoutError,
@@ -33,8 +28,6 @@ from . import _torch_private
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-#: The identifier of no thread.
-_NO_THREAD = 0
 #: Seconds that threads have to end after the world was given up.
 _GRACE = 2.0
 
@@ -266,7 +259,7 @@ class ThreadedWorld:
         parts = []
         for rank, ident in sorted(self._threads.items()):
             frame = frames.get(ident)
-            stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (it has returned)\n"
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else "  (its thread has ended)\n"
             parts.append(f"rank {rank}:\n{stack}")
         return "".join(parts)
 
@@ -293,14 +286,10 @@ class ThreadedWorld:
         def one_rank(rank: int) -> None:
             self._threads[rank] = threading.get_ident()
             try:
-                # A kept thread may have been left without.
-                with torch.enable_grad():
-                    results[rank] = fn(rank, self, *args)
+                results[rank] = fn(rank, self, *args)
             except BaseException as error:
                 errors.append((rank, error))
                 self.abort(f"rank {rank} raised {type(error).__name__}: {error}")
-            finally:
-                self._threads[rank] = _NO_THREAD
 
         with self._garbage.postponed():
             self._run_threads(one_rank, errors, timeout)
@@ -315,74 +304,26 @@ class ThreadedWorld:
     def _run_threads(
         self, one_rank: Callable[[int], None], errors: Sequence[tuple[int, BaseException]], timeout: float
     ) -> None:
-        threads = [_RankThread.take(rank) for rank in range(self.world_size)]
-        for rank, thread in enumerate(threads):
-            thread.begin(partial(one_rank, rank))
-        deadline = time.monotonic() + timeout
-        stuck = [
-            rank for rank, thread in enumerate(threads) if not thread.ended.wait(max(0.0, deadline - time.monotonic()))
+        threads = [
+            threading.Thread(target=one_rank, args=(rank,), name=f"rank{rank}", daemon=True)
+            for rank in range(self.world_size)
         ]
-        for rank, thread in enumerate(threads):
-            if rank not in stuck:
-                thread.give_back(rank)
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         if stuck:
             stacks = self.stacks()
             self.abort(f"ranks {stuck} had not returned after {timeout:g} s")
             grace_ends = time.monotonic() + _GRACE
             for rank in stuck:
-                threads[rank].kept = False
-                threads[rank].ended.wait(max(0.0, grace_ends - time.monotonic()))
+                threads[rank].join(max(0.0, grace_ends - time.monotonic()))
             raise CollectiveTimeoutError(
                 f"ranks {stuck} of a threaded world of {self.world_size} had not returned after {timeout:g} s; see "
                 f"below where every rank stood\n{stacks}"
             ) from (errors[0][1] if errors else None)
-
-
-class _RankThread:
-    """A thread that a rank of one world after another runs on.
-
-    Torch keeps by thread what it found out about operations on ``DTensor``: most of what a short program on a new
-    thread computes.
-    """
-
-    _free: ClassVar[dict[int, list[_RankThread]]] = {}
-
-    def __init__(self, rank: int) -> None:
-        self._functions: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.ended = threading.Event()
-        """Set where the function has returned."""
-        self.kept = True
-        """Whether it waits for another function."""
-        self._thread = threading.Thread(target=self._serve, name=f"rank{rank}", daemon=True)
-        self._thread.start()
-
-    @classmethod
-    def take(cls, rank: int) -> _RankThread:
-        """One that no world has now."""
-        free = cls._free.setdefault(rank, [])
-        while free:
-            thread = free.pop()
-            # None lives on in a process that was forked.
-            if thread._thread.is_alive():
-                return thread
-        return cls(rank)
-
-    def give_back(self, rank: int) -> None:
-        """Let another world take it."""
-        self._free[rank].append(self)
-
-    def begin(self, function: Callable[[], None]) -> None:
-        """Call ``function``, which raises nothing, on the cores that the caller may use."""
-        self.ended.clear()
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(self._thread.native_id or 0, os.sched_getaffinity(0))
-        self._functions.put(function)
-
-    def _serve(self) -> None:
-        while self.kept:
-            # In a context of its own, as on a new thread. Nothing of it outlives the call.
-            Context().run(self._functions.get())
-            self.ended.set()
 
 
 class _Garbage:
