@@ -116,6 +116,21 @@ def test_training_equals_the_unsharded_model(
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((each, {}) for each in (torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax)),
+        *((each, {}) for each in (torch.optim.NAdam, torch.optim.RAdam)),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    ],
+)
+def test_each_optimizer_that_goes_by_element_keeps_its_state(kind: Any, options: dict[str, Any]) -> None:
+    """From the second step on it steps over what a rank holds: a state that it replaced there would be lost."""
+    make = in_backward(lambda model: kind(model.parameters(), lr=1e-2, **options))
+    assert_parity(seeded(Net), square_step, 2, turns=4, optimizer=make, settings=OFFLOADED, tolerance=1e-12)
+
+
 class Late(OffloadManager):
     """A stranger's: gradients arrive some time later, by a thread, and gathers read copies."""
 

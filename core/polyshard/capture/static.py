@@ -237,7 +237,10 @@ class OptimizerWatch:
         self._optimizer = optimizer
         # Of each group, the number that was loaded last and its tensor; None where the rate is a constant.
         self._rates = [
-            (rate, torch.tensor(rate, dtype=torch.float32, device=device)) if varies and _takes_tensor(group) else None
+            # Others than these kernels read it on the host, to scale by a number.
+            (rate, torch.tensor(rate, dtype=torch.float32, device=device))
+            if varies and rate is not None and (group.get("capturable") or group.get("fused"))
+            else None
             for group, rate in zip(optimizer.param_groups, rates_of(optimizer), strict=True)
         ]
         self._state = optimizer.state
@@ -323,11 +326,6 @@ class OptimizerWatch:
             or not all(map(is_, state.values(), self._holders))
             or differ(self._holders, self._values)
         )
-
-
-def _takes_tensor(group: Mapping[str, Any]) -> bool:
-    # Others read it on the host, to scale by a number.
-    return isinstance(group.get("lr"), (int, float)) and bool(group.get("capturable") or group.get("fused"))
 
 
 def _frozen(value: Any) -> Any:

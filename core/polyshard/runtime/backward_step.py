@@ -36,8 +36,7 @@ from .reduce import Reducible
 _BY_ELEMENT = frozenset(
     {
         *(torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW),
-        *(torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop),
-        torch.optim.SGD,
+        *(torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.SGD),
     }
 )
 #: Elements of a gradient that are compared.
