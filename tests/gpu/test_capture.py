@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import polyshard
@@ -365,6 +366,63 @@ def test_a_plain_optimizer_and_a_schedule_of_numbers_are_captured(fused: bool) -
         assert parameters < 1e-6
         # The loaded state outdates the graph, and is captured behind another warm-up.
         assert modes == ["warming_up"] * 3 + ["captured"] * 11 + ["warming_up"] * 4 + ["captured"] * 2
+
+
+def hundred_steps(rank: int, captures: bool, folder: str) -> tuple[list[float], list[float], list[str]]:
+    """Losses of steps and of evaluations, and how steps ran: fp16 and a scaler, in a loop that knows of no graphs."""
+    device = settle_on_device(rank)
+    losses, evaluations, modes = list[torch.Tensor](), list[torch.Tensor](), list[str]()
+    torch.manual_seed(0)
+    model = sharded(Net().to(device), precision="fp16")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2.0**-7, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda turn: 2.0 ** -(turn // 30))
+    scaler = polyshard.GradScaler("cuda", init_scale=2.0**10, growth_interval=20)
+
+    def train_step(ids: torch.Tensor) -> torch.Tensor:
+        early, late = ids.chunk(2)
+        with polyshard.no_sync(model):
+            first = model(early) / 2
+            scaler.scale(first).backward()
+        last = model(late) / 2
+        scaler.scale(last).backward()
+        scaler.unscale_(optimizer)
+        polyshard.clip_grad_norm_(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return (first + last).detach()
+
+    step = CapturedStep(model, optimizer, train_step) if captures else None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        try:
+            for turn in range(100):
+                ids = batch(turn).chunk(WORLD_SIZE)[rank].to(device)
+                losses.append((step or train_step)(ids).clone())
+                modes.append("eager" if step is None else step.mode.value)
+                schedule.step()
+                if turn % 10 == 9:
+                    model.eval()
+                    with torch.no_grad():
+                        evaluations.append(model(ids))
+                    model.train()
+                if turn == 50:
+                    polyshard.checkpoint.save(folder, turn, model, optimizer)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    if step is not None:
+        step.reset()
+    return [loss.item() for loss in losses], [loss.item() for loss in evaluations], modes
+
+
+def test_a_hundred_captured_steps_have_the_losses_of_eager_ones_to_the_last_digit(tmp_path: Path) -> None:
+    captured, eager = (run(hundred_steps, captures, str(tmp_path / str(captures))) for captures in (True, False))
+    for (losses, evaluations, modes), (expected, evaluated, _) in zip(captured, eager, strict=True):
+        assert modes == ["warming_up"] * 3 + ["captured"] * 97
+        assert losses[0] > 3.0 > losses[-1]
+        assert losses == expected
+        assert evaluations == evaluated
 
 
 def dropouts(rank: int) -> list[float]:
