@@ -70,30 +70,40 @@ class Masters:
         """Start making ``part`` from the masters."""
         shard = torch.empty(self.memory.numel(), dtype=self.part.memory.dtype, device=self.part.memory.device)
         if self.keeper is not None:
-            self.keeper.fetch(unit.spec, self.memory, shard)
+            self.keeper.fetch(unit.unit.spec, self.memory, shard)
         else:
             shard.copy_(self.memory)
         self.part.attach()
         return self.route.distribute(self.part.memory, shard)
 
 
-class Gatherable(Protocol):
-    """A unit as gathers see it, which read it when they are issued."""
+class GatheredUnit(Protocol):
+    """Of what the whole parameters are that are gathered."""
 
     spec: UnitSpec
     ranks: UnitRanks
     caster: PrecisionCaster
     observers: tuple[Observer, ...]
+
+
+class Gatherable(Protocol):
+    """Whole parameters as gathers see them, which read this when they are issued."""
+
+    @property
+    def unit(self) -> GatheredUnit: ...
+
     places: list[object]
     """Where it was used since its gather, as ``CommStreams.here`` says."""
-    buffer: FlatBuffer
-    """It is gathered here (``[padded_numel]``, compute dtype)."""
     source: Source
+
+    @property
+    def buffer(self) -> FlatBuffer:
+        """They are gathered here (``[padded_numel]``, compute dtype)."""
 
 
 def allocation_of(unit: Gatherable) -> AbstractContextManager[Any]:
     """A context in which memory for the buffer is taken: its backend may have memory of its own for gathers."""
-    return (unit.source.group or unit.ranks.world).allocation(BufferRole.GATHER, unit.buffer.nbytes)
+    return (unit.source.group or unit.unit.ranks.world).allocation(BufferRole.GATHER, unit.buffer.nbytes)
 
 
 def start_masters(units: Sequence[Gatherable]) -> Sequence[Work]:
@@ -146,8 +156,8 @@ def wait_quietly(works: Iterable[Work]) -> None:
 
 def end_gather(unit: Gatherable) -> None:
     """Call the observers: the gather ends at the present point of the current stream."""
-    for observer in unit.observers:
-        observer(UnitEvent(UnitOperation.GATHER, unit.spec, begins=False))
+    for observer in unit.unit.observers:
+        observer(UnitEvent(UnitOperation.GATHER, unit.unit.spec, begins=False))
 
 
 def _start_one(unit: Gatherable) -> Work:
@@ -155,26 +165,26 @@ def _start_one(unit: Gatherable) -> Work:
     group = source.group
     if buffer.divided:
         return _start_many(group, (unit,))
-    for observer in unit.observers:
-        observer(UnitEvent(UnitOperation.GATHER, unit.spec))
+    for observer in unit.unit.observers:
+        observer(UnitEvent(UnitOperation.GATHER, unit.unit.spec))
     if source.wire is not None and group is not None:
         encoded = _EncodedGather(group, [unit])
-        return encoded.behind(issued(group.all_gather(*encoded.pairs[0]), "all_gather", group, unit.spec))
+        return encoded.behind(issued(group.all_gather(*encoded.pairs[0]), "all_gather", group, unit.unit.spec))
     own = source.owns[0]
     if source.keeper is not None:
-        source.keeper.fetch(unit.spec, source.memory, own)
+        source.keeper.fetch(unit.unit.spec, source.memory, own)
     else:
         # The cast is the copy-in: master dtype to compute dtype, straight into the slice that is sent.
         own.copy_(source.slices[0])
     if group is None:
         return COMPLETED
-    return issued(group.all_gather(*source.pairs[0]), "all_gather", group, unit.spec)
+    return issued(group.all_gather(*source.pairs[0]), "all_gather", group, unit.unit.spec)
 
 
 def _start_many(group: Collectives | None, units: Sequence[Gatherable]) -> Work:
     for unit in units:
-        for observer in unit.observers:
-            observer(UnitEvent(UnitOperation.GATHER, unit.spec))
+        for observer in unit.unit.observers:
+            observer(UnitEvent(UnitOperation.GATHER, unit.unit.spec))
     plain = [unit for unit in units if unit.source.wire is None]
     here = [unit for unit in plain if unit.source.keeper is None]
     behind = [each for unit in plain for each in unit.buffer.behind]
@@ -192,7 +202,7 @@ def _start_many(group: Collectives | None, units: Sequence[Gatherable]) -> Work:
             if unit.source.keeper is not None and unit.buffer.encode is None:
                 _fetch(unit, unit.source.keeper)
     pairs = [pair for unit in plain for pair in unit.source.pairs]
-    spec = units[0].spec if len(units) == 1 else None
+    spec = units[0].unit.spec if len(units) == 1 else None
     if group is None:
         # What is made of bytes is made so on one rank, too.
         gather = COMPLETED
@@ -207,11 +217,11 @@ def _start_many(group: Collectives | None, units: Sequence[Gatherable]) -> Work:
 def _fetch(unit: Gatherable, keeper: OffloadManager) -> None:
     memory, owns = unit.source.memory, unit.source.owns
     if not unit.buffer.layout.segments:
-        keeper.fetch(unit.spec, memory, owns[0])
+        keeper.fetch(unit.unit.spec, memory, owns[0])
         return
     # A manager writes the shard in one piece.
-    shard = torch.empty(memory.numel(), dtype=unit.buffer.dtype, device=unit.spec.device)
-    keeper.fetch(unit.spec, memory, shard)
+    shard = torch.empty(memory.numel(), dtype=unit.buffer.dtype, device=unit.unit.spec.device)
+    keeper.fetch(unit.unit.spec, memory, shard)
     _torch_private.foreach_copy_(owns, slices_of(shard, unit.buffer.layout))
 
 
@@ -220,8 +230,8 @@ def _on_device(unit: Gatherable) -> torch.Tensor:
     source = unit.source
     if source.keeper is None:
         return source.memory
-    shard = torch.empty(source.memory.numel(), dtype=source.memory.dtype, device=unit.spec.device)
-    source.keeper.fetch(unit.spec, source.memory, shard)
+    shard = torch.empty(source.memory.numel(), dtype=source.memory.dtype, device=unit.unit.spec.device)
+    source.keeper.fetch(unit.unit.spec, source.memory, shard)
     return shard
 
 
@@ -233,7 +243,7 @@ class _EncodedGather:
         sizes = [group.world_size * each for each in nbytes]
         ends = list(accumulate(-(-size // SLICE_ALIGNMENT_BYTES) * SLICE_ALIGNMENT_BYTES for size in sizes))
         # In one piece of memory: allocating many costs the host more than cutting one.
-        memory = torch.empty(ends[-1], dtype=torch.uint8, device=units[0].spec.device)
+        memory = torch.empty(ends[-1], dtype=torch.uint8, device=units[0].unit.spec.device)
         wires = [
             memory[start : start + size].view(group.world_size, -1)
             for start, size in zip([0, *ends], sizes, strict=False)
@@ -242,9 +252,9 @@ class _EncodedGather:
         #: The bytes that each unit's gather fills, and this rank's part of them.
         self.pairs = [(wire.view(-1), own) for wire, own in zip(wires, owns, strict=True)]
         self._decodes: list[Callable[[], None]] = []
-        for caster in {id(unit.caster): unit.caster for unit in units}.values():
-            mine = [index for index, unit in enumerate(units) if unit.caster is caster]
-            specs = [units[index].spec for index in mine]
+        for caster in {id(unit.unit.caster): unit.unit.caster for unit in units}.values():
+            mine = [index for index, unit in enumerate(units) if unit.unit.caster is caster]
+            specs = [units[index].unit.spec for index in mine]
             caster.encode_many(specs, [owns[index] for index in mine], [_on_device(units[index]) for index in mine])
             buffers = [units[index].buffer for index in mine]
             self._decodes.append(partial(_decode, caster, specs, [wires[index] for index in mine], buffers))
