@@ -120,7 +120,8 @@ class Buckets(Generic[T]):
             return ReduceMode.ALONE
         if nbytes * thresholds.FEWEST_MERGED <= self.limits[ReduceMode.MERGED]:
             return ReduceMode.MERGED
-        return ReduceMode.GROUPED if nbytes * 2 <= self.limits[ReduceMode.GROUPED] else ReduceMode.ALONE
+        grouped = nbytes <= thresholds.LARGEST_GROUPED and nbytes * 2 <= self.limits[ReduceMode.GROUPED]
+        return ReduceMode.GROUPED if grouped else ReduceMode.ALONE
 
     def mode_of_module(self, sizes: Sequence[int], scatters: bool) -> ReduceMode:
         """How units of one module and of one kind, of ``sizes`` bytes, are reduced."""

@@ -16,16 +16,17 @@ MERGED_NBYTES = 16 * 2**20
 #: A unit is merged with others if at least so many inputs of its size fit. Larger ones gain less than the second copy
 #: costs.
 FEWEST_MERGED = 4
-#: Bytes that go in one launch at most. A unit of more than half of them computes for longer than launching takes, and
-#: waiting would hold the gradients of two.
-GROUPED_NBYTES = 64 * 2**20
+#: Bytes that go in one launch at most.
+GROUPED_NBYTES = 128 * 2**20
+#: Bytes of a unit up to which it waits for others. A larger one computes for longer than launching takes.
+LARGEST_GROUPED = 32 * 2**20
 #: Buckets that wait at once, each of other ranks or another dtype: dense and expert units, in two dtypes. Each may hold
 #: ``GROUPED_NBYTES`` of gradients.
 OPEN_BUCKETS = 4
 #: Bytes of divided units up to which one communication reduces all of their segments, behind one copy more. The host
 #: pays for each segment otherwise, and for its sum over ranks. Larger ones are copied by copy engines where these are
 #: (``polyshard_backends/auto.py``), and compute for longer than that takes.
-SIDE_BY_SIDE_NBYTES = 64 * 2**20
+SIDE_BY_SIDE_NBYTES = 128 * 2**20
 #: Bytes of gradients up to which they are held until they were reduced. More are copied where they were computed, and
 #: give their memory back at once, as do those of units that are not sharded, of which any number may be on their way.
 HELD_NBYTES = 64 * 2**20

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,11 +20,14 @@ from ..interfaces import BufferRole, Observer, UnitEvent, UnitOperation, UnitSpe
 from ..planning import thresholds
 from ..planning.groups import ThenAllReduce, ThenToOwners, UnitRanks
 from ..planning.launches import Bucket, Buckets, ReduceMode, alike
-from ..planning.layout import FlatLayout, round_up
+from ..planning.layout import FlatLayout, contiguous_stride, round_up
 from .buffers import FlatBuffer, parts_of, slices_of
 from .peers import Audit
 from .recorder import Recorder
 from .streams import REDUCTIONS_ALIVE, CommStreams, Reduction
+
+
+_dtype_of = attrgetter("dtype")
 
 
 class Reducible(Protocol):
@@ -486,6 +489,9 @@ class Copies(NamedTuple):
     """One gradient for each of ``places``."""
     spent: list[FlatBuffer]
     """Buffers that nothing reads any more once the reduction is retired."""
+    columns: Sequence[torch.Tensor] = ()
+    """Of a merged reduction: what stands side by side in its input, each ``[ranks, n]``. Gradients that need no other
+    form are among them."""
 
     def run(self) -> None:
         """Write everything, by two launches at most."""
@@ -545,16 +551,17 @@ class MergedInput:
                 for whole, each in zip(torch.split(wholes, sizes), inputs, strict=True)
             ]
             self._rows = self.flat.view(ranks, self.numel)
-            # What stands side by side in a row: a unit's slices of segments, as they lie in a shard, and zeros between
-            # them and behind. All of it contiguous, as one launch for many needs.
-            self._parts: list[torch.Tensor] = []
+            # What stands side by side in a row, unit by unit: its slices of segments, as they lie in a shard, each
+            # behind the zeros before it, and zeros at the end. All of it contiguous, as one launch for many needs.
+            self._columns: list[list[torch.Tensor]] = []
             for buffer, column in zip(self._buffers, self.columns, strict=True):
-                cursor, layout = 0, buffer.layout
+                cursor, layout, columns = 0, buffer.layout, list[torch.Tensor]()
                 for part, size, start in zip(buffer.parts, layout.slices, layout.starts, strict=True):
-                    self._parts += [self._zeros(start - cursor), part.view(ranks, size)]
+                    columns += [self._zeros(start - cursor), part.view(ranks, size)]
                     cursor = start + size
-                self._parts.append(self._zeros(column - cursor))
-            self._parts = [part for part in self._parts if part.numel()]
+                self._columns.append([*columns, self._zeros(column - cursor)])
+        #: Whether the gradients of a unit are its columns as they are: each parameter alone fills a segment.
+        self._plain = [_fills_segments(each.layout) for each in inputs]
         self._storage, self._wholes = self.flat.untyped_storage(), wholes.untyped_storage()
         self._nbytes, self._wholes_nbytes = self._storage.nbytes(), self._wholes.nbytes()
         self._wholes.resize_(0)
@@ -583,18 +590,40 @@ class MergedInput:
         """The copies that the inputs still lack."""
         # Where gradients were computed in place, that memory is read like any other.
         in_place = [each.buffer for each in self.inputs if each.claimed]
-        copies = joined([each.collect(buffer) for each, buffer in zip(self.inputs, self._buffers, strict=True)])
+        # What is differentiated again may not be written from as it is.
+        again, ranks = torch.is_grad_enabled(), len(self._rows)
+        found, columns = list[Copies](), list[torch.Tensor]()
+        for each, buffer, plain, own in zip(self.inputs, self._buffers, self._plain, self._columns, strict=True):
+            copies, start = each.collect(buffer), len(columns)
+            columns += own
+            complete = plain and copies.places is buffer.views and not again
+            if complete and all(map(is_, map(_dtype_of, copies.sources), repeat(each.dtype))):
+                # Read where they are: one copy of all gradients less, and no memory for it.
+                columns[start + 1 :: 2] = [gradient.reshape(ranks, -1) for gradient in copies.sources]
+                copies = Copies([], [], [], copies.spent)
+            found.append(copies)
+        copies = joined(found)
         copies.spent.extend(in_place)
-        return copies
+        return copies._replace(columns=[column for column in columns if column.numel()])
 
     def fill(self, copies: Copies) -> None:
         """Run ``copies``, and bring the inputs together, on the current stream and in memory from its pool."""
         # The memory of whole units returns there as soon as everything is issued.
-        self._wholes.resize_(self._wholes_nbytes)
-        copies.run()
+        if copies.places or copies.zeroed:
+            self._wholes.resize_(self._wholes_nbytes)
+            copies.run()
         self._storage.resize_(self._nbytes)
-        torch.cat(self._parts, dim=1, out=self._rows)
+        torch.cat(copies.columns, dim=1, out=self._rows)
         self._wholes.resize_(0)
+
+
+def _fills_segments(layout: FlatLayout) -> bool:
+    """Whether each parameter, in row-major order, is all of one segment, so that each rank's slice is a part of it."""
+    slots = layout.slots
+    return len(slots) == len(layout.slices) and all(
+        slot.numel == size * layout.world_size and not slot.dim and slot.stride == contiguous_stride(slot.shape)
+        for slot, size in zip(slots, layout.slices, strict=True)
+    )
 
 
 def column_sizes(inputs: Sequence[ReductionInput]) -> list[int]:
