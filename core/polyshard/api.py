@@ -276,8 +276,8 @@ def flat_parameters(model: nn.Module) -> list[nn.Parameter]:
     for unit in root.units:
         unit.refuse_extended("flat_parameters()")
     root.adopt_changes()
-    flat = [parameter for unit in root.units for parameter in unit.flatten()]
-    managed = {original for unit in root.units for original in unit.originals.tensors}
+    flat = [parameter for unit in root.units for parameter in unit.held.flatten()]
+    managed = {original for unit in root.units for original in unit.held.tensors}
     return flat + [parameter for parameter in model.parameters() if parameter not in managed]
 
 

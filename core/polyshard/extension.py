@@ -3,7 +3,8 @@
 A face has a wrapper and an API of its own over the engine. It subclasses ``Unit`` (parameters gathered together),
 ``ModuleState`` and ``ForwardHooks`` (a module in a step), ``Root`` (begin and end of a step), ``ExecutionOrder``
 (prefetching), ``Gradients`` and ``ReductionInput`` (which gradients are reduced), ``UnitRanks`` (how they are reduced),
-``Bindings`` and ``MasterViews`` (what modules and optimizers hold), and leaves the rest to the engine. None of this is
+``Bindings`` and ``HeldParameters`` (what modules and optimizers hold), ``GatheredParameters``
+(whole parameters), and leaves the rest to the engine. None of this is
 a promise to plugins, whose contracts are in ``polyshard.interfaces``.
 """
 
@@ -37,19 +38,20 @@ from .planning.values import send_from_first
 from .runtime.bindings import Bindings, Shown, Swap
 from .runtime.boundary import watch_output
 from .runtime.buffers import FlatBuffer, piece_in, view_of
+from .runtime.gathered import GatheredParameters, unshard_due
 from .runtime.gradients import Gradients
 from .runtime.guards import refuse_escape
 from .runtime.hooks import ForwardHooks, output_hook
 from .runtime.module_state import ModuleState
 from .runtime.order import ExecutionOrder
-from .runtime.parameters import GradientTarget, MasterViews, become, part_of_master
+from .runtime.parameters import GradientTarget, HeldParameters, become, part_of_master
 from .runtime.placed import PlacedUnit
 from .runtime.reduce import Contribution, Copies, ReductionInput
 from .runtime.replaced import replaced_parameters
 from .runtime.root import Root, root_of
 from .runtime.states import Fresh, Phase, Reshard, UnitState
 from .runtime.streams import CommStreams, streams_for
-from .runtime.unit import Unit, unshard_due
+from .runtime.unit import Unit
 from .setup.materialize import is_meta
 from .setup.request import Request, refuse_torch_sharded
 from .setup.shard import shard_module

@@ -178,19 +178,19 @@ class PipelineStage(torch_pipelining.PipelineStage):
         """A backward of one microbatch: ``"full"``, or that of inputs or of weights alone."""
         backward, root = super().backward_maybe_with_nosync, self._root
         parts = backward_type != "full"
-        units = [unit for unit in root.units if parts and unit.state is UnitState.UNSHARDED]
+        units = [unit for unit in root.units if parts and unit.gathered.state is UnitState.UNSHARDED]
         synchronises, root.synchronises = root.synchronises, False
         for unit in units:
             # Torch asks the module for the parameters that its graphs end at.
-            unit.show()
+            unit.gathered.show()
         try:
             return backward(backward_type, bwd_kwargs, last_backward)
         finally:
             root.synchronises = synchronises
             for unit in units:
-                unit.hide()
-                if unit.pending:
-                    unit.gradients.keep(unit.take_gradients(), root.streams)
+                unit.gathered.hide()
+                if unit.gathered.pending:
+                    unit.gradients.keep(unit.gathered.take_gradients(), root.streams)
 
     @override
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -233,9 +233,9 @@ class PipelineStage(torch_pipelining.PipelineStage):
         self._runs = True
         root = self._root
         if self.gathers is Gathers.SCHEDULE:
-            self._policies = [unit.reshard_policy for unit in root.units]
+            self._policies = [unit.retention.policy for unit in root.units]
             for unit in root.units:
-                unit.reshard_policy = Reshard.NEVER
+                unit.retention.policy = Reshard.NEVER
             for module_state in root.module_states:
                 module_state.releases_after_backward = False
         self._before = [parameter.grad for parameter in self._accumulating]
@@ -247,7 +247,7 @@ class PipelineStage(torch_pipelining.PipelineStage):
         root = self._root
         root.last_backward = True
         for unit, policy in zip(root.units, self._policies, strict=False):
-            unit.reshard_policy = policy
+            unit.retention.policy = policy
         self._policies = []
         for module_state in root.module_states:
             # Torch's stage set these of modules that it knows.
@@ -528,7 +528,11 @@ def _refuse_ranks_of_others(root: Root, stage_index: int, group: dist.ProcessGro
 def _share_streams(root: Root) -> None:
     """Let ``root`` use the streams of another stage on its device, unless it has run already."""
     device = root.collectives.device
-    if device.type != "cuda" or not isinstance(root.streams, CudaStreams) or any(u.prepared for u in root.units):
+    if (
+        device.type != "cuda"
+        or not isinstance(root.streams, CudaStreams)
+        or any(u.gathered.prepared for u in root.units)
+    ):
         return
     for other in _STAGES:
         if isinstance(other.streams, CudaStreams) and other.collectives.device == device:
@@ -549,7 +553,7 @@ def _location(stage: PipelineStage, name: str) -> ParameterLocation:
     where = f"'{name}' of stage {stage.stage_index} (rank {stage._root.rank})"
     if found is None:
         raise ConfigError(f"{where} is no sharded parameter. Name one of stage.submod.named_parameters().")
-    if found.unit.flat is not None:
+    if found.unit.held.flat is not None:
         raise UnsupportedError(
             f"{where} is part of a flat parameter, whose gradient is all of its unit's. Give the optimizer "
             "model.parameters() instead of polyshard.flat_parameters(model)."
@@ -568,7 +572,7 @@ def _signature(found: ParameterLocation) -> tuple[Any, str]:
 
 
 def _receiver(found: ParameterLocation) -> nn.Parameter:
-    return dict(found.unit.slots_of_receivers())[found.slot]
+    return dict(found.unit.held.slots_of_receivers())[found.slot]
 
 
 def _gradient(found: ParameterLocation) -> torch.Tensor:

@@ -261,7 +261,7 @@ class FlatParamHandle:
         if as_params:
             self.unit.expose_whole()
         else:
-            self.unit.show_views()
+            self.unit.gathered.show_views()
 
     def register_flat_param(self) -> None:
         """Let the module hold the flat parameter under its own name."""
@@ -270,13 +270,13 @@ class FlatParamHandle:
     def reshard(self, free_unsharded_flat_param: bool) -> None:
         """Let modules see shards again, and release the gathered flat parameter where that is asked for."""
         if free_unsharded_flat_param:
-            self.unit.release()
+            self.unit.gathered.release()
         else:
-            self.unit.conceal()
+            self.unit.gathered.conceal()
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
         """``flat_param.to(...)`` in place: trainers park models in host memory between phases."""
-        self.unit.adopt_changes()
+        self.unit.held.adopt_changes()
         self.flat_param.data = self.flat_param.data.to(*args, **kwargs)
         self.unit.take_up_home(refuse_offload=False)
 

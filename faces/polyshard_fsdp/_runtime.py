@@ -113,7 +113,7 @@ class FSDPModuleState(ModuleState):
             return
         following = _runtime_utils._get_handle_to_prefetch(self.instance, handle)
         if following is not None and following.unit is not None:
-            following.unit.unshard()
+            following.unit.gathered.unshard()
 
     def _reduce_zeros_if_unused(self) -> None:
         root = self.root
@@ -121,7 +121,7 @@ class FSDPModuleState(ModuleState):
         if not (self.joins_reduction and root.backward.accumulates):
             return
         for unit in self.units:
-            if not unit.trainable or unit.pending or unit.gradients.unreduced or unit.ranks.alone:
+            if not unit.trainable or unit.gathered.pending or unit.gradients.unreduced or unit.ranks.alone:
                 continue
             if root.synchronises:
                 root.unused.append(UnusedUnit(unit))
@@ -311,12 +311,10 @@ class UnusedUnit:
     """
 
     def __init__(self, unit: Unit) -> None:
-        for leaf in unit.leaves:
+        for leaf in unit.gathered.leaves:
             if leaf.requires_grad:
                 leaf.grad = torch.full_like(leaf, -0.0, requires_grad=False)
-        self._fresh: Sequence[nn.Parameter] = [
-            parameter for parameter in unit.originals.tensors if parameter.grad is None
-        ]
+        self._fresh: Sequence[nn.Parameter] = [parameter for parameter in unit.held.tensors if parameter.grad is None]
         # A flat parameter ends in padding, into which no rank puts its gradients.
         self._used = max((piece.shard_offset + piece.numel for piece in unit.pieces), default=0)
 

@@ -15,7 +15,7 @@ HOMOGENEOUS_ATTR_NAMES = ["_use_orig_params", "limit_all_gathers", "_use_full_pr
 
 def _unshard(state: Any, handle: FlatParamHandle) -> None:
     """Issue the gather of ``handle``'s flat parameter."""
-    handle.unit.gather()
+    handle.unit.gathered.gather()
 
 
 def _reshard(state: Any, handle: FlatParamHandle, free_unsharded_flat_param: bool) -> None:
@@ -25,7 +25,7 @@ def _reshard(state: Any, handle: FlatParamHandle, free_unsharded_flat_param: boo
 
 def _post_backward_reshard(state: Any, handle: FlatParamHandle) -> None:
     """Let go of ``handle``'s whole parameters at the end of its backward."""
-    handle.unit.let_go()
+    handle.unit.gathered.let_go()
 
 
 def _get_handle_to_prefetch(state: Any, current_handle: FlatParamHandle) -> FlatParamHandle | None:

@@ -273,7 +273,7 @@ class FSDPInstance(_torch_private.FSDPState):  # type: ignore[misc]
             return
         summoned = unit.whole_for_user is not None
         if not summoned and not unit.misplaced:
-            unit.adopt_changes()
+            unit.held.adopt_changes()
         with unit.without_originals():
             unit.handle.register_flat_param()
             try:

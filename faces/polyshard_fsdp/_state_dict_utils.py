@@ -246,7 +246,7 @@ class FullForm(_Form):
                 )
             return
         _refuse_busy(instance)
-        unit.adopt_changes()
+        unit.held.adopt_changes()
         self._open = _Summoned(unit, shows, False, False)
         instance._summoned = True
 
@@ -417,7 +417,7 @@ class LocalForm(_Form):
                 "of shards. Leave summon_full_params first."
             )
         _refuse_busy(instance)
-        self.unit.adopt_changes()
+        self.unit.held.adopt_changes()
 
     def _own_numel(self, unit: FlatUnit) -> int:
         shard_numel = unit.layout.shard_numel

@@ -13,7 +13,7 @@ from polyshard.extension import (
     Bindings,
     FlatBuffer,
     Fresh,
-    MasterViews,
+    GatheredParameters,
     Phase,
     Reshard,
     Shown,
@@ -33,7 +33,7 @@ from ._common_utils import HandleTrainingState
 from ._flat_param import FlatParamHandle
 from ._gradients import FlatGradients
 from ._init_utils import NO_RESHARD_AFTER_FORWARD_STRATEGIES
-from ._originals import FlatBindings, FlatOriginal, GuardedBindings, Originals
+from ._originals import FlatBindings, FlatOriginal, GuardedBindings, InstanceParameters, Originals
 from .api import MixedPrecision
 
 
@@ -47,6 +47,10 @@ class FlatUnit(Unit):
     - Strategies that keep parameters after forward let modules go on seeing them whole until backward.
     - Gathers and releases go through ``_runtime_utils``, where tests stand in between.
     """
+
+    held: InstanceParameters
+    gathered: FlatGathered
+    gradients: FlatGradients
 
     #: Hooks, and what users read under ``no_sync``, see each gradient as autograd made it.
     writes_gradients_directly = False
@@ -64,12 +68,11 @@ class FlatUnit(Unit):
         reshard: Reshard,
         checks_writeback: bool,
     ) -> None:
-        self._instance = instance
+        self.instance = instance
         self.handle = handle
         self.flat_param = handle.flat_param
-        self._checks_writeback = checks_writeback
-        self._whole: torch.Tensor | None = None
-        self._shown_addresses: list[int] = []
+        self.checks_writeback = checks_writeback
+        #: What the user sees in the place of the parameters: ``[padded_numel]``, in the original dtype.
         self.whole_for_user: torch.Tensor | None = None
         handle.unit = self
         super().__init__(
@@ -85,7 +88,7 @@ class FlatUnit(Unit):
             reshard=reshard,
             parks=offload.capabilities.parks,
         )
-        if self._leaf_forms:
+        if any(each.leaf is not None for each in self.parameters):
             # Other ranks have parts of other sizes where tensor parallelism does not cut evenly.
             self.launch_numel = sum(
                 slot.numel if each.part is None else each.part.largest_numel
@@ -93,11 +96,11 @@ class FlatUnit(Unit):
             )
         if not handle._use_orig_params:
             # Takes the whole views, which flattening left in the modules, out of them.
-            self.prepare()
+            self.gathered.prepare()
 
     @override
-    def _use_master(self, master: torch.Tensor) -> None:
-        super()._use_master(master)
+    def use_master(self, master: torch.Tensor) -> None:
+        super().use_master(master)
         self.flat_param.data = self.master
         self.flat_param._local_shard = self.master
         # Of one rank, the master before.
@@ -109,24 +112,12 @@ class FlatUnit(Unit):
             self.flat_param.grad_dtype = self.dtypes.grad
 
     @override
-    def _make_originals(self) -> MasterViews:
-        if not self.handle._use_orig_params:
-            return FlatOriginal(self.flat_param, self.layout, self.master)
-        return Originals(
-            self.parameters,
-            self.layout,
-            self.pieces,
-            self.master,
-            whole=self.ranks.owner is None,
-            rank=self.ranks.world.rank,
-        )
+    def _make_held(self) -> InstanceParameters:
+        return Originals(self) if self.handle._use_orig_params else FlatOriginal(self)
 
     @override
-    def _make_bindings(self) -> Bindings:
-        if self.handle._use_orig_params:
-            elsewhere = Shown.VIEWS if self.permanent else Shown.GUARDS
-            return GuardedBindings(self.parameters, self.leaves, elsewhere=elsewhere)
-        return FlatBindings(self.parameters, self.leaves, guarded=not self.permanent)
+    def _make_gathered(self, keeps_buffer: bool) -> FlatGathered:
+        return FlatGathered(self, keeps_buffer=keeps_buffer)
 
     @override
     def _make_gradients(self) -> FlatGradients:
@@ -134,125 +125,7 @@ class FlatUnit(Unit):
 
     @property
     def flat_gradients(self) -> FlatGradients:
-        assert isinstance(self.gradients, FlatGradients)
         return self.gradients
-
-    @override
-    def _leaves_over(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # FSDP's are plain.
-        return list(views)
-
-    @override
-    def _bind(self, buffer: FlatBuffer) -> None:
-        super()._bind(buffer)
-        self.flat_param._full_param_padded = buffer.flat
-        self._whole = None
-
-    @override
-    def choose_buffer(self, training: bool) -> None:
-        super().choose_buffer(training)
-        if self.follows_mode:
-            self.flat_gradients.choose(full_precision=not training)
-
-    @override
-    def show(self) -> None:
-        self.handle._use_unsharded_views(as_params=False)
-
-    def show_views(self) -> None:
-        """Let modules see whole parameters; the flat parameter is whole too."""
-        if self.bindings.shown is Shown.VIEWS:
-            return
-        super().show()
-        if not self.permanent:
-            if self._whole is None:
-                # Now, because a released buffer cannot be viewed.
-                self._whole = self.buffer.flat.narrow(0, 0, self.handle.unsharded_numel)
-            self.flat_param.data = self._whole
-
-    @override
-    def hide(self) -> None:
-        if not self._stays_shown:
-            self.conceal()
-        elif not self._shown_addresses:
-            self._shown_addresses = self._addresses()
-
-    @override
-    def conceal(self) -> None:
-        """Let modules see what they see outside of compute."""
-        self._shown_addresses = []
-        super().conceal()
-        if not self.permanent and self.whole_for_user is None:
-            self.flat_param.data = self.master
-
-    @property
-    def _stays_shown(self) -> bool:
-        return (
-            self.prepared
-            and self.handle._use_orig_params
-            and self.bindings.shown is Shown.VIEWS
-            and self.state is UnitState.UNSHARDED
-            and not self.permanent
-            and self.handle.sharding_strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
-            and torch.is_grad_enabled()
-        )
-
-    @override
-    def issue_gather(self) -> None:
-        _runtime_utils._unshard(self._instance, self.handle)
-
-    def gather(self) -> None:
-        # Nobody counts the steps of an optimizer here. Its changes of parameters are as good.
-        self.steps = sum(each._version for each in self.originals.tensors) % FlatBuffer.RELEASED
-        super().issue_gather()
-
-    @override
-    def reshard(self) -> None:
-        if (
-            self.handle._training_state is HandleTrainingState.BACKWARD_POST
-            and self._instance._module_state.ends_by_hook
-        ):
-            _runtime_utils._post_backward_reshard(self._instance, self.handle)
-        else:
-            self.let_go()
-
-    def let_go(self) -> None:
-        """Let modules see shards again, and release the gather buffer if there is one."""
-        if self.permanent or self.state is UnitState.SHARDED:
-            self.conceal()
-            return
-        stays = self._stays_whole_without_sync
-        if stays and not self.fresh.due:
-            self.fresh = Fresh.AHEAD
-        _runtime_utils._reshard(self._instance, self.handle, not stays)
-
-    @property
-    def _stays_whole_without_sync(self) -> bool:
-        # Under ``no_sync`` nothing updates parameters before the next forward. What this depends on is alike on all
-        # ranks, as it must be: the next forward issues no gather.
-        root = self.root
-        return (
-            root is not None
-            and root.phase is Phase.BACKWARD
-            and not root.synchronises
-            and self.state is UnitState.UNSHARDED
-            and self.handle.sharding_strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
-        )
-
-    def release(self) -> None:
-        self.conceal()
-        super().reshard()
-
-    @override
-    def adopt_changes(self) -> None:
-        if self.prepared and self.bindings.shown is not Shown.ORIGINALS:
-            self.conceal()
-            self.bindings.show(Shown.ORIGINALS)
-        self.flat_gradients.drop_unreduced_if_cleared()
-        self.take_up_home()
-        if self._checks_writeback or not self.handle._use_orig_params:
-            super().adopt_changes()
-        elif self.originals.retrained() and self.prepared:
-            self.follow_requires_grad()
 
     @property
     def misplaced(self) -> bool:
@@ -302,14 +175,14 @@ class FlatUnit(Unit):
 
     def rehome(self, master: torch.Tensor) -> None:
         """Let ``master`` (``[shard_numel]``), of whatever dtype and device, be the master from now on."""
-        held = [(parameter, parameter.grad) for parameter in self.originals.tensors]
+        held = [(parameter, parameter.grad) for parameter in self.held.tensors]
         self.spec = dataclasses.replace(self.spec, master_dtype=master.dtype)
         self.dtypes = self.caster.dtypes(self.spec)
         for parameter, _ in held:
             parameter.grad = None
-        self._use_master(_parked(self.offload, self.spec, master.detach()))
+        self.use_master(_parked(self.offload, self.spec, master.detach()))
         if not self.handle._use_orig_params:
-            self.prepare()
+            self.gathered.prepare()
         for parameter, gradient in held:
             if gradient is not None:
                 parameter.grad = gradient.to(dtype=self.dtypes.grad, device=parameter.device)
@@ -329,50 +202,13 @@ class FlatUnit(Unit):
                 module._parameters.clear()
                 module._parameters.update(now)
 
-    @override
-    def refuse_changes(self) -> None:
-        if self._shown_addresses and not self._views_are_untouched():
-            # Nothing may stand under the names whose memory is about to be released.
-            self.conceal()
-            # The views' memory is no longer the buffer's: make new ones before the next forward.
-            self.prepared = False
-            raise ParameterMovedError(
-                "FSDP does not support changing the parameters between forward and backward for "
-                f"{self.handle.sharding_strategy}: unit '{self.name}' on rank {self.ranks.world.rank}. "
-                "Change them before the forward or after the backward."
-            )
-        if self._checks_writeback:
-            try:
-                super().refuse_changes()
-            except ParameterMovedError as error:
-                # FSDP's own sentence, which scripts look for.
-                words = "FSDP does not support changing the parameters between forward and backward"
-                raise ParameterMovedError(f"{words}: {error}") from None
-        elif self.originals.retrained():
-            self.follow_requires_grad()
-
-    def _addresses(self) -> list[int]:
-        return [
-            (leaf if parameter.part is None else local_of(leaf)).data_ptr()
-            for parameter, leaf in zip(self.parameters, self.leaves, strict=True)
-        ]
-
-    def _views_are_untouched(self) -> bool:
-        if self._addresses() != self._shown_addresses:
-            return False
-        return all(
-            module._parameters.get(attribute) is leaf
-            for parameter, leaf in zip(self.parameters, self.leaves, strict=True)
-            for module, attribute in parameter.sites
-        )
-
     def unreduced_gradients(self, whole: torch.Tensor) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
         """The trained parameters that the user sees, and their gradients as views that keep ``whole`` alive.
 
         ``whole``: ``[padded_numel]``.
         """
         if self.handle._use_orig_params:
-            pairs = zip(self.originals.tensors, self.layout.slots, strict=True)
+            pairs = zip(self.held.tensors, self.layout.slots, strict=True)
             return [
                 (each, whole.as_strided(slot.shape, slot.stride, whole.storage_offset() + slot.offset))
                 for each, slot in pairs
@@ -425,25 +261,178 @@ class FlatUnit(Unit):
                     module._parameters.pop(key, None)
         if not keeps:
             self.handle.register_flat_param()
-            self.bindings.shown = Shown.VIEWS
-            self.bindings.show(Shown.ORIGINALS)
-        self.originals.expose()
+            self.gathered.bindings.shown = Shown.VIEWS
+            self.gathered.bindings.show(Shown.ORIGINALS)
+        self.held.expose()
+
+
+class FlatGathered(GatheredParameters):
+    """The whole flat parameter of one FSDP instance, and views of it."""
+
+    unit: FlatUnit
+
+    def __init__(self, unit: FlatUnit, *, keeps_buffer: bool) -> None:
+        super().__init__(unit, keeps_buffer=keeps_buffer)
+        # The whole flat parameter; None until it is shown.
+        self._whole: torch.Tensor | None = None
+        # Where whole parameters lie that modules hold behind forward; empty where they hold none.
+        self._shown_addresses: list[int] = []
+
+    @override
+    def bind(self, buffer: FlatBuffer) -> None:
+        super().bind(buffer)
+        self.unit.flat_param._full_param_padded = buffer.flat
+        self._whole = None
+
+    @override
+    def _make_bindings(self) -> Bindings:
+        if self.unit.handle._use_orig_params:
+            elsewhere = Shown.VIEWS if self.unit.permanent else Shown.GUARDS
+            return GuardedBindings(self.unit.parameters, self.leaves, elsewhere=elsewhere)
+        return FlatBindings(self.unit.parameters, self.leaves, guarded=not self.unit.permanent)
+
+    @override
+    def _leaves_over(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # FSDP's are plain.
+        return list(views)
+
+    @override
+    def choose_buffer(self, training: bool) -> None:
+        super().choose_buffer(training)
+        if self.follows_mode:
+            self.unit.flat_gradients.choose(full_precision=not training)
+
+    @override
+    def show(self) -> None:
+        self.unit.handle._use_unsharded_views(as_params=False)
+
+    def show_views(self) -> None:
+        """Let modules see whole parameters; the flat parameter is whole too."""
+        if self.bindings.shown is Shown.VIEWS:
+            return
+        super().show()
+        if not self.unit.permanent:
+            if self._whole is None:
+                # Now, because a released buffer cannot be viewed.
+                self._whole = self.buffer.flat.narrow(0, 0, self.unit.handle.unsharded_numel)
+            self.unit.flat_param.data = self._whole
+
+    @override
+    def hide(self) -> None:
+        if not self._stays_shown:
+            self.conceal()
+        elif not self._shown_addresses:
+            self._shown_addresses = self._addresses()
+
+    @override
+    def conceal(self) -> None:
+        """Let modules see what they see outside of compute."""
+        self._shown_addresses = []
+        super().conceal()
+        if not self.unit.permanent and self.unit.whole_for_user is None:
+            self.unit.flat_param.data = self.unit.master
+
+    @property
+    def _stays_shown(self) -> bool:
+        return (
+            self.prepared
+            and self.unit.handle._use_orig_params
+            and self.bindings.shown is Shown.VIEWS
+            and self.state is UnitState.UNSHARDED
+            and not self.unit.permanent
+            and self.unit.handle.sharding_strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+            and torch.is_grad_enabled()
+        )
+
+    @override
+    def issue_gather(self) -> None:
+        _runtime_utils._unshard(self.unit.instance, self.unit.handle)
+
+    def gather(self) -> None:
+        # Nobody counts the steps of an optimizer here. Its changes of parameters are as good.
+        self.unit.steps = sum(each._version for each in self.unit.held.tensors) % FlatBuffer.RELEASED
+        super().issue_gather()
+
+    @override
+    def reshard(self) -> None:
+        if (
+            self.unit.handle._training_state is HandleTrainingState.BACKWARD_POST
+            and self.unit.instance._module_state.ends_by_hook
+        ):
+            _runtime_utils._post_backward_reshard(self.unit.instance, self.unit.handle)
+        else:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Let modules see shards again, and release the gather buffer if there is one."""
+        if self.unit.permanent or self.state is UnitState.SHARDED:
+            self.conceal()
+            return
+        stays = self._stays_whole_without_sync
+        if stays and not self.fresh.due:
+            self.fresh = Fresh.AHEAD
+        _runtime_utils._reshard(self.unit.instance, self.unit.handle, not stays)
+
+    @property
+    def _stays_whole_without_sync(self) -> bool:
+        # Under ``no_sync`` nothing updates parameters before the next forward. What this depends on is alike on all
+        # ranks, as it must be: the next forward issues no gather.
+        root = self.unit.root
+        return (
+            root is not None
+            and root.phase is Phase.BACKWARD
+            and not root.synchronises
+            and self.state is UnitState.UNSHARDED
+            and self.unit.handle.sharding_strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+        )
+
+    def release(self) -> None:
+        self.conceal()
+        super().reshard()
+
+    def refuse_changed_views(self) -> None:
+        """Raise ParameterMovedError where whole parameters that modules hold behind forward were replaced or moved."""
+        if self._shown_addresses and not self._views_are_untouched():
+            # Nothing may stand under the names whose memory is about to be released.
+            self.conceal()
+            # The views' memory is no longer the buffer's: make new ones before the next forward.
+            self.prepared = False
+            raise ParameterMovedError(
+                "FSDP does not support changing the parameters between forward and backward for "
+                f"{self.unit.handle.sharding_strategy}: unit '{self.unit.name}' on rank {self.unit.ranks.world.rank}. "
+                "Change them before the forward or after the backward."
+            )
+
+    def _addresses(self) -> list[int]:
+        return [
+            (leaf if parameter.part is None else local_of(leaf)).data_ptr()
+            for parameter, leaf in zip(self.unit.parameters, self.leaves, strict=True)
+        ]
+
+    def _views_are_untouched(self) -> bool:
+        if self._addresses() != self._shown_addresses:
+            return False
+        return all(
+            module._parameters.get(attribute) is leaf
+            for parameter, leaf in zip(self.unit.parameters, self.leaves, strict=True)
+            for module, attribute in parameter.sites
+        )
 
     def order_gathers_after_writes(self) -> None:
         """Let no later gather read the master before what was written to it on the current stream."""
         if self.fresh is Fresh.AHEAD:
             self.fresh = Fresh.NOW
-        if self.root is not None:
+        if self.unit.root is not None:
             # Also within a step, when the start of the next forward, which orders the two, is still far.
-            self.root.streams.drain()
-            self.root.streams.begin_forward()
+            self.unit.root.streams.drain()
+            self.unit.root.streams.begin_forward()
 
     def gather_ahead(self) -> None:
         """Issue the gather for the forward that comes next, or for the one that runs."""
-        if self.permanent or self.state is not UnitState.SHARDED:
+        if self.unit.permanent or self.state is not UnitState.SHARDED:
             return
-        if self.root.phase is Phase.IDLE:
-            self.adopt_changes()
+        if self.unit.root.phase is Phase.IDLE:
+            self.unit.held.adopt_changes()
             if not self.prepared:
                 self.prepare()
             self.order_gathers_after_writes()

@@ -47,7 +47,7 @@ def _unshard_params(
     holders = [each for each in instances if each._handle is not None]
     for each in holders:
         unit = _unit_of(each)
-        unit.adopt_changes()
+        unit.held.adopt_changes()
         if with_grads:
             _refuse_unreduced(unit)
     for each in instances:
@@ -76,9 +76,13 @@ class _Summoned:
         #: The parameters' own gradients, while they have whole ones or none; None where they keep theirs.
         self._shelved: list[torch.Tensor | None] | None = None
         self._whole_gradients: torch.Tensor | None = None
-        if not unit.permanent and unit.state is not UnitState.SHARDED and unit.buffer.dtype != unit.spec.master_dtype:
+        if (
+            not unit.permanent
+            and unit.gathered.state is not UnitState.SHARDED
+            and unit.gathered.buffer.dtype != unit.spec.master_dtype
+        ):
             # Two whole copies at once would be the most memory that the model ever needs. Backward gathers it again.
-            unit.release()
+            unit.gathered.release()
         whole = gather_whole(unit, unit.master)
         gradients = None if _keeps_gradients(unit) or not with_grads else _gather_gradients(unit)
         if not shows:
@@ -91,8 +95,8 @@ class _Summoned:
         unit.whole_for_user = whole
         if not _keeps_gradients(unit):
             # A gradient of the shard's shape on a whole parameter would be refused by autograd.
-            self._shelved = [parameter.grad for parameter in unit.originals.tensors]
-            for parameter in unit.originals.tensors:
+            self._shelved = [parameter.grad for parameter in unit.held.tensors]
+            for parameter in unit.held.tensors:
                 parameter.grad = None
         unit.handle._use_unsharded_views(as_params=True)
         if gradients is not None:
@@ -125,9 +129,9 @@ class _Summoned:
                 current = managed.part.own(current)
             if current.data_ptr() != view.data_ptr():
                 view.copy_(current)
-        own = dict(zip(unit.originals.tensors, shelved, strict=True))
+        own = dict(zip(unit.held.tensors, shelved, strict=True))
         mine = own_part(unit, whole)
-        for each in unit.originals.gradient_targets:
+        for each in unit.held.gradient_targets:
             gradient = own[each.parameter]
             if gradient is not None:
                 gradient.copy_(view_of(mine, each.shape, each.stride, each.offset))
@@ -137,12 +141,12 @@ class _Summoned:
         if unit.whole_for_user is None:
             return
         if self._shelved is not None:
-            for parameter in unit.originals.tensors:
+            for parameter in unit.held.tensors:
                 parameter.grad = None
         unit.withdraw_whole()
-        for parameter, gradient in zip(unit.originals.tensors, self._shelved or (), strict=False):
+        for parameter, gradient in zip(unit.held.tensors, self._shelved or (), strict=False):
             unit.flat_gradients.show(parameter, gradient)
-        unit.order_gathers_after_writes()
+        unit.gathered.order_gathers_after_writes()
 
 
 def _keeps_gradients(unit: FlatUnit) -> bool:
@@ -164,7 +168,7 @@ def _shown(parameter: ManagedParameter) -> torch.Tensor:
 def _gather_gradients(unit: FlatUnit) -> tuple[torch.Tensor, list[bool]]:
     """The whole flat gradient, and which parameters have one on any rank."""
     shard, device = unit.ranks.owner, unit.spec.device
-    present = torch.tensor([float(parameter.grad is not None) for parameter in unit.originals.tensors], device=device)
+    present = torch.tensor([float(parameter.grad is not None) for parameter in unit.held.tensors], device=device)
     if shard is not None:
         shard.all_reduce(present, op=ReduceOp.MAX).wait()
     own = unit.flat_gradients.reduced_shard()

@@ -208,7 +208,7 @@ class FullyShardedDataParallel(FSDPInstance, TorchFSDP):  # type: ignore[misc]
         root = self._require_root("`clip_grad_norm_()` should only be called on the root FSDP instance.")
         refuse_parts_elsewhere(root.units)
         total = clip_grad_norm(root, self, float(max_norm), float(norm_type))
-        parameters = {each for unit in root.units for each in unit.originals.tensors} | set(self.parameters())
+        parameters = {each for unit in root.units for each in unit.held.tensors} | set(self.parameters())
         dtypes = [parameter.grad.dtype for parameter in parameters if parameter.grad is not None]
         if not dtypes:
             warnings.warn(
@@ -294,8 +294,8 @@ class FullyShardedDataParallel(FSDPInstance, TorchFSDP):  # type: ignore[misc]
         self._become_root()
         unit = self._flat_unit
         if unit is not None:
-            unit.gather_ahead()
-        work: Work = COMPLETED if unit is None else unit
+            unit.gathered.gather_ahead()
+        work: Work = COMPLETED if unit is None else unit.gathered
         if async_op:
             return work
         work.wait()

@@ -148,7 +148,7 @@ class State(FSDPState):  # type: ignore[misc]
         """Let the units do what was set."""
         for unit in self.units:
             if self.reshard is not None and unit.ranks.owner is not None:
-                unit.reshard_policy = Reshard.ALWAYS if self.reshard else Reshard.NEVER
+                unit.retention.policy = Reshard.ALWAYS if self.reshard else Reshard.NEVER
             unit.gradients.fills_unused = self.fills_unused
             ranks, factor = unit.ranks.number, self.communication.factor
             if self.communication.reduces or factor == ranks:
@@ -178,7 +178,7 @@ class State(FSDPState):  # type: ignore[misc]
         for unit in self.units:
             # What is on another device may be moved yet; the next forward refuses it.
             with suppress(DeviceError):
-                unit.take_over()
+                unit.held.take_over()
 
     @property
     def _state_ctx(self) -> SimpleNamespace:
@@ -217,8 +217,8 @@ class State(FSDPState):  # type: ignore[misc]
                 "that contains all of them."
             )
         for unit in self.units:
-            unit.take_over()
-            unit.require_values("The first forward")
+            unit.held.take_over()
+            unit.held.require_values("The first forward")
 
     @property
     def of_model(self) -> Sequence[State]:
@@ -265,12 +265,12 @@ class State(FSDPState):  # type: ignore[misc]
 
     def _before_save(self, *_: Any) -> None:
         for unit in self.units:
-            unit.refuse_lost_writes()
-            unit.conceal()
+            unit.gathered.refuse_lost_writes()
+            unit.gathered.conceal()
 
     def _before_load(self, *_: Any) -> None:
         for unit in self.units:
-            unit.reshard()
+            unit.gathered.reshard()
 
     def _after_load(self, *_: Any) -> None:
         self.take_over()

@@ -31,11 +31,11 @@ class UnshardHandle(TorchUnshardHandle):
         """Order compute after the gather, and let the module hold whole parameters."""
         units, self._units = self._units, ()
         for unit in units:
-            if unit.fresh.due:
+            if unit.gathered.fresh.due:
                 # A forward used it and let go of it.
                 continue
-            unit.wait()
-            unit.hold()
+            unit.gathered.wait()
+            unit.gathered.hold()
 
 
 class GradientReductionHandle(_torch_private.GradientReductionHandle):  # type: ignore[misc]
@@ -107,20 +107,20 @@ class FSDPModule(TorchFSDPModule):
             if rests:
                 root.begin_gathers()
             for unit in units:
-                unit.take_over()
-                unit.require_values("unshard()")
-                if rests and unit.fresh is not Fresh.AHEAD:
-                    unit.adopt_changes()
-                    if unit.state is UnitState.SHARDED_POST_FORWARD:
+                unit.held.take_over()
+                unit.held.require_values("unshard()")
+                if rests and unit.gathered.fresh is not Fresh.AHEAD:
+                    unit.held.adopt_changes()
+                    if unit.gathered.state is UnitState.SHARDED_POST_FORWARD:
                         # The next forward may use what is gathered now, behind an optimizer's step.
-                        unit.reshard()
-                if not unit.prepared:
-                    unit.prepare()
-                unit.choose_buffer(module_state.governing.training)
+                        unit.gathered.reshard()
+                if not unit.gathered.prepared:
+                    unit.gathered.prepare()
+                unit.gathered.choose_buffer(module_state.governing.training)
             unshard_due(units)
             for unit in units if rests else ():
-                if unit.fresh is Fresh.NOW and not unit.permanent:
-                    unit.fresh = Fresh.AHEAD
+                if unit.gathered.fresh is Fresh.NOW and not unit.permanent:
+                    unit.gathered.fresh = Fresh.AHEAD
         handle = UnshardHandle(units)
         if async_op:
             return handle
@@ -138,8 +138,8 @@ class FSDPModule(TorchFSDPModule):
         if module_state is not None:
             _state(self).take_over()
             for unit in module_state.units:
-                unit.refuse_lost_writes()
-                unit.reshard()
+                unit.gathered.refuse_lost_writes()
+                unit.gathered.reshard()
 
     @override
     def reset_iter_state(self) -> None:
@@ -272,7 +272,7 @@ class FSDPModule(TorchFSDPModule):
         """
         for state in _states(self, recurse):
             for unit in state.units:
-                unit.keep_buffer(bool(keep))
+                unit.gathered.keep_buffer(bool(keep))
 
     @override
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -428,7 +428,7 @@ class FSDPModule(TorchFSDPModule):
         states = list(states_in(cast("nn.Module", self)))
         for state in states:
             for unit in state.units:
-                unit.reshard()
+                unit.gathered.reshard()
         applied = cast("Any", super(TorchFSDPModule, self))._apply(fn, recurse)
         for state in states:
             # Where others of its modules may follow, the next forward takes it over.

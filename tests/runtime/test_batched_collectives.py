@@ -183,7 +183,7 @@ class Log:
 
     @polyshard.hookimpl
     def after_shard(self, model: nn.Module) -> None:
-        self.nbytes = {unit.spec.name: unit.gathered_nbytes for unit in root_of(model).units}
+        self.nbytes = {unit.spec.name: unit.gathered.nbytes for unit in root_of(model).units}
 
     @polyshard.hookimpl
     def make_observer(self, unit: UnitSpec) -> Observer:

@@ -93,7 +93,7 @@ class Log:
         self.events.append(f"{event} {unit.name.removeprefix('blocks.') or 'root'}")
         assert self.model is not None
         for each in root_of(self.model).units:
-            has_memory = each.buffer.flat.untyped_storage().nbytes() > 0
+            has_memory = each.gathered.buffer.flat.untyped_storage().nbytes() > 0
             assert has_memory == (each.spec.name in self.gathered), f"{each.name} at {self.events[-1]}"
 
 

@@ -64,7 +64,7 @@ def with_room(nbytes: Callable[[nn.Module], int]) -> Callable[[nn.Module, polysh
 
 def sizes(model: nn.Module) -> list[int]:
     """Bytes of each block's gather buffer, in the order of the forward."""
-    return [unit.gathered_nbytes for unit in root_of(model).units if unit.name != "(root)"]
+    return [unit.gathered.nbytes for unit in root_of(model).units if unit.name != "(root)"]
 
 
 def with_budget(collectives: FakeCollectives, **settings: Any) -> polyshard.ShardConfig:

@@ -106,8 +106,8 @@ def sharded(device: PretendedDevice, units: Sequence[nn.Module], **settings: Any
     root = root_of(model)
     root.use_streams(device.streams())
     for unit in root.units:
-        unit.prepare()
-        for leaf in unit.leaves:
+        unit.gathered.prepare()
+        for leaf in unit.gathered.leaves:
             leaf.register_post_accumulate_grad_hook(device.accumulate)
     return model, collectives
 

@@ -74,10 +74,10 @@ def memory_report(root: Root) -> MemoryReport:
     units = list(root.units)
     module_states = (root.module_states[0], root.execution_order.turning)
     turning = {unit for module_state in module_states if module_state is not None for unit in module_state.units}
-    kept = [u for u in units if not u.permanent and not u.releases(u in turning)]
+    kept = [u for u in units if not u.permanent and not u.retention.releases(u in turning)]
     # A module state gathers its units together.
     waits = [
-        sum(u.gathered_nbytes for u in module_state.units if not u.permanent and u not in kept)
+        sum(u.gathered.nbytes for u in module_state.units if not u.permanent and u not in kept)
         for module_state in root.module_states
     ]
     released = sorted(filter(None, waits), reverse=True)
@@ -88,17 +88,17 @@ def memory_report(root: Root) -> MemoryReport:
         units=len(units),
         parameters=parameters,
         padding=sum(u.layout.padded_numel for u in units) - parameters,
-        master_nbytes=sum(u.own_nbytes for u in units),
-        trained_nbytes=sum(u.own_nbytes for u in units if u.trainable),
+        master_nbytes=sum(u.held.nbytes for u in units),
+        trained_nbytes=sum(u.held.nbytes for u in units if u.trainable),
         gradient_nbytes=sum(u.layout.shard_numel * u.dtypes.grad.itemsize for u in units if u.trainable),
-        gathered_nbytes=sum(u.gathered_nbytes for u in kept)
-        + sum(u.secondary_nbytes for u in units)
+        gathered_nbytes=sum(u.gathered.nbytes for u in kept)
+        + sum(u.gathered.secondary_nbytes for u in units)
         + _prefetched_nbytes(released, root),
         reduction_nbytes=_reduced_nbytes(root),
         kept=tuple(u.name for u in kept),
         parked=tuple(u.name for u in units if u.parks),
         parked_nbytes=sum(u.master.nbytes for u in units if u.parks),
-        packed_nbytes=sum(u.own_nbytes for u in units if u.packed),
+        packed_nbytes=sum(u.held.nbytes for u in units if u.packed),
         beside_nbytes=sum(each.nbytes for u in units for packed in u.packed for each in packed.tensors),
         over={
             over: tuple(u.name for u in units if u.spec.ranks == over)

@@ -61,14 +61,14 @@ class ModelGradients:
         copies: tuple[int, ...] = ()
         groups: list[list[torch.Tensor]] = []
         for unit in root.units:
-            self._managed.update(unit.originals.tensors)
+            self._managed.update(unit.held.tensors)
             if unit.ranks is not ranks or unit.copies != copies:
                 ranks, copies = unit.ranks, unit.copies
                 groups = _groups_of(self._held, unit)
             if len(groups) == 1 and not uncounted:
-                groups[0] += [each for each in map(gradient_of, unit.receivers) if each is not None]
+                groups[0] += [each for each in map(gradient_of, unit.held.receivers) if each is not None]
                 continue
-            for slot, receiver in unit.slots_of_receivers():
+            for slot, receiver in unit.held.slots_of_receivers():
                 gradient = None if receiver in uncounted else gradient_of(receiver)
                 if gradient is None:
                     continue
@@ -340,7 +340,7 @@ def _refuse_not_finite(root: Root, total: torch.Tensor, outside: Sequence[nn.Par
         root.collectives.all_reduce(bad, op=ReduceOp.MAX).wait()
     if not bad.item():
         return
-    mine = [index for index, unit in enumerate(root.units) if not _all_finite(unit.receivers)]
+    mine = [index for index, unit in enumerate(root.units) if not _all_finite(unit.held.receivers)]
     if not _all_finite(outside):
         mine.append(len(root.units))
     everyone: list[list[int]] = list(root.collectives.all_gather_object(mine))

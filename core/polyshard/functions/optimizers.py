@@ -215,7 +215,7 @@ def _refuse_adafactor(optimizer: torch.optim.Optimizer, first: ParameterLocation
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, found: Iterable[ParameterLocation]) -> None:
     for each in found:
-        if each.slot is not None and each.unit.flat is not None and each.unit.trainable:
+        if each.slot is not None and each.unit.held.flat is not None and each.unit.trainable:
             raise ConfigError(
                 f"{type(optimizer).__name__} holds '{each.name}', whose gradient arrives in the flat parameter "
                 f"of unit '{each.unit.name}' (rank {each.root.rank}): it would never be updated. Give the "

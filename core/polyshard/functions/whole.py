@@ -60,7 +60,7 @@ def unsharded_parameters(root: Root, module: nn.Module, *, writeback: bool) -> I
     units = units_within(root, module)
     for unit in units:
         if isinstance(unit, ExtendedUnit):
-            unit.require_insides("unsharded()")
+            unit.held.require_insides("unsharded()")
     refuse_flat_parameters(units, "unsharded()")
     root.adopt_changes(trains=False)
     root.outdate()
@@ -154,7 +154,7 @@ def gather_whole(unit: Unit, own: torch.Tensor) -> torch.Tensor:
 
 def gather_inner(unit: ExtendedUnit, index: int, inner: InnerTensor) -> torch.Tensor:
     """All of an inner tensor of parameter ``index``, in memory of its own. All ranks of the unit call it together."""
-    own = next(tensor for each, tensor in unit.inner_of(index) if each is inner)
+    own = next(tensor for each, tensor in unit.held.inner_of(index) if each is inner)
     owner = unit.ranks.owner
     with torch.inference_mode(False), torch.no_grad():
         if owner is None or not inner.is_cut:
@@ -248,15 +248,22 @@ class ToSome(CollectivesDecorator):
 
 
 @dataclass(eq=False, slots=True)
-class _Whole:
-    """A gather of one unit into memory of its own, which nobody observes."""
+class _Unobserved:
+    """A unit whose gather nobody observes."""
 
     spec: UnitSpec
     ranks: UnitRanks
     caster: PrecisionCaster
+    observers: tuple[Observer, ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class _Whole:
+    """A gather of one unit into memory of its own."""
+
+    unit: _Unobserved
     buffer: FlatBuffer
     source: Source
-    observers: tuple[Observer, ...] = ()
     places: list[object] = field(default_factory=list)
 
 
@@ -271,7 +278,7 @@ def _whole_of(unit: Unit, own: torch.Tensor, dtype: torch.dtype, among: Collecti
         buffer.pairs = [(out, part) for (out, _), part in zip(buffer.pairs, buffer.owns, strict=True)]
     # A manager fetches masters in the dtype of compute alone, and what a caster encodes is close to the values.
     source = Source(among, own, None, None, slices_of(own, layout), buffer.pairs, buffer.owns)
-    return _Whole(unit.spec, unit.ranks, unit.caster, buffer, source)
+    return _Whole(_Unobserved(unit.spec, unit.ranks, unit.caster), buffer, source)
 
 
 def own_part(unit: Unit, whole: torch.Tensor) -> torch.Tensor:
@@ -323,7 +330,7 @@ def own_rows_of(unit: PlacedUnit, index: int, whole: torch.Tensor) -> torch.Tens
     start, stop = unit.layout.range_of(index, unit.ranks.shard_rank)
     own = whole if unit.ranks.owner is None else piece_in(whole, unit.layout.slots[index], start, stop)
     # A view would keep the whole tensor alive.
-    return own.clone().view(unit.views.locals[index].shape)
+    return own.clone().view(unit.held.locals[index].shape)
 
 
 def _write_back_inner(unit: ExtendedUnit) -> None:
@@ -343,7 +350,7 @@ def _write_back_inner(unit: ExtendedUnit) -> None:
                 f"{insides.kind.__name__} {insides.shape}. Change its values in place."
             )
         with torch.no_grad():
-            for inner, own in unit.inner_of(index):
+            for inner, own in unit.held.inner_of(index):
                 given = getattr(current, inner.attribute)
                 own.copy_(given[slice(*inner.rows)] if inner.is_cut else given)
 
@@ -406,7 +413,7 @@ def _show_originals(units: Iterable[Unit]) -> None:
                 # A removed parameter stays removed: the next forward raises for it.
                 if key in module._parameters:
                     module._parameters[key] = parameter.original
-        unit.originals.expose()
+        unit.held.expose()
 
 
 def _refuse_gradient(parameter: torch.Tensor, name: str, rank: int, _: torch.Tensor) -> None:
@@ -479,9 +486,9 @@ class _WholeValues:
                 "DTensors."
             )
         if parameter.extended:
-            return unit.views.placed(index, self._rows_of(index, value))
+            return unit.held.placed(index, self._rows_of(index, value))
         whole = value.detach() if part is None else part.cut(value.detach())
-        return unit.views.placed(index, own_rows_of(unit, index, whole))
+        return unit.held.placed(index, own_rows_of(unit, index, whole))
 
     def _warn_of_lost_values(self, index: int) -> None:
         if self.unit.root.unsharded and self.unit.root.drops_writes:
@@ -498,7 +505,7 @@ class _WholeValues:
         Raises StateError: it is of another class, in whose values ranks would make something else of each.
         """
         parameter, ranks = self.unit.parameters[index], self.unit.ranks
-        insides, kind = parameter.insides, type(self.unit.views.locals[index])
+        insides, kind = parameter.insides, type(self.unit.held.locals[index])
         fits = type(value) is kind or (insides is not None and type(value) is insides.kind)
         if insides is not None and insides.is_plain:
             fits = fits or type(value) in (torch.Tensor, nn.Parameter)

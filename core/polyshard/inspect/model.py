@@ -212,9 +212,9 @@ class ShardedModel:
             return ()
         gather = inner.ranks.gather or unit.shard
         # The backward of the outermost module follows its forward at once.
-        if not inner.releases(inner in self._root.module_states[0].units):
+        if not inner.retention.releases(inner in self._root.module_states[0].units):
             return (gather,)
-        among = inner.neighbours if inner.reshard_policy is Reshard.PARTLY else None
+        among = inner.neighbours if inner.retention.policy is Reshard.PARTLY else None
         return gather, among or gather
 
     def pretend_streams(self, cuda: object) -> None:
@@ -302,14 +302,14 @@ class ShardedModel:
     def kept_unsharded(self) -> Iterator[None]:
         """Inside, units stay gathered behind their forward, as for many forwards without a backward."""
         units = self._root.units
-        before = [unit.reshard_policy for unit in units]
+        before = [unit.retention.policy for unit in units]
         try:
             for unit in units:
-                unit.reshard_policy = Reshard.NEVER
+                unit.retention.policy = Reshard.NEVER
             yield
         finally:
             for unit, policy in zip(units, before, strict=True):
-                unit.reshard_policy = policy
+                unit.retention.policy = policy
 
     def whole_on_this_rank(self, values: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Inside, every parameter is whole on this rank, with ``values`` by first name; nothing is communicated."""

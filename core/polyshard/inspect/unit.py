@@ -104,7 +104,7 @@ class ShardedUnit:
         unit, found = self._unit, []
         pieces = {piece.slot: piece for piece in unit.pieces}
         for index, (each, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True)):
-            local, part, piece = unit.local(index), each.part, pieces.get(index)
+            local, part, piece = unit.held.local(index), each.part, pieces.get(index)
             shape = slot.shape if part is None else part.shape
             box = None if piece is None else _box(slot, piece, local, part)
             start = 0 if piece is None else piece.shard_offset
@@ -133,11 +133,11 @@ class ShardedUnit:
         unit, parameters = self._unit, self.parameters
         if not isinstance(unit, ExtendedUnit):
             return parameters
-        unit.require_insides("A state dict, checkpoint or stream")
+        unit.held.require_insides("A state dict, checkpoint or stream")
         return tuple(
             _stored(parameter, index, inner, own)
             for index, parameter in enumerate(parameters)
-            for inner, own in unit.inner_of(index)
+            for inner, own in unit.held.inner_of(index)
         )
 
     @property
@@ -161,7 +161,7 @@ class ShardedUnit:
         unit = self._unit
         if not isinstance(unit, ExtendedUnit):
             return (unit.master,)
-        return tuple(inner for own in unit.own_tensors for inner in inner_tensors(own))
+        return tuple(inner for own in unit.held.own for inner in inner_tensors(own))
 
     def zeros(self, dtype: torch.dtype) -> torch.Tensor:
         """Zeros of the shape of this rank's shard (``[shard_numel]``), where its values are."""
@@ -175,9 +175,9 @@ class ShardedUnit:
         Raises UnsupportedError: naming it; they would be of the values of before.
         """
         unit = self._unit
-        for index, own in enumerate(unit.own_tensors if isinstance(unit, ExtendedUnit) else ()):
+        for index, own in enumerate(unit.held.own if isinstance(unit, ExtendedUnit) else ()):
             names: Sequence[str] = own.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-            added = sorted(set(names) - {each.attribute for each, _ in unit.inner_of(index)})  # type: ignore[attr-defined]
+            added = sorted(set(names) - {each.attribute for each, _ in unit.held.inner_of(index)})  # type: ignore[attr-defined]
             if added:
                 raise UnsupportedError(
                     f"{call}: '{unit.parameters[index].names[0]}', a {type(own).__name__}, has {', '.join(added)} now, "
@@ -188,7 +188,7 @@ class ShardedUnit:
     @property
     def tensors(self) -> Sequence[nn.Parameter]:
         """The user's own parameters, without their places: for steps that touch them often."""
-        return self._unit.originals.tensors
+        return self._unit.held.tensors
 
     @property
     def master(self) -> torch.Tensor:
@@ -250,17 +250,17 @@ class ShardedUnit:
     @property
     def flat_parameter(self) -> nn.Parameter | None:
         """The parameter that an optimizer has in the place of all of the unit's; None where nobody asked for it."""
-        return None if self._unit.flat is None else self._unit.flat.parameter
+        return None if self._unit.held.flat is None else self._unit.held.flat.parameter
 
     @property
     def flat_local(self) -> nn.Parameter | None:
         """This rank's elements of ``flat_parameter``, as a plain parameter over their memory."""
-        return None if self._unit.flat is None else self._unit.flat.local
+        return None if self._unit.held.flat is None else self._unit.held.flat.local
 
     @property
     def receivers(self) -> Sequence[nn.Parameter]:
         """The parameters whose ``.grad`` the reduced gradient arrives in."""
-        return self._unit.receivers
+        return self._unit.held.receivers
 
     @property
     def trained(self) -> bool:
@@ -313,7 +313,7 @@ class ShardedUnit:
     @property
     def gathered_nbytes(self) -> int:
         """Bytes of the gathered unit; 0 where compute uses the master."""
-        return self._unit.gathered_nbytes
+        return self._unit.gathered.nbytes
 
     @property
     def reduction_nbytes(self) -> int:
@@ -334,7 +334,7 @@ class ShardedUnit:
         """The flat buffer that gathers fill, and what is kept of it; none where compute uses the master."""
         if self._unit.permanent:
             return ()
-        buffer = self._unit.buffer
+        buffer = self._unit.gathered.buffer
         return (buffer.flat,) if buffer.secondary is None else (buffer.flat, buffer.secondary.memory)
 
     @property

@@ -151,7 +151,7 @@ class Budget:
         ]
         index = {unit: position for position, unit in enumerate(units)}
         # Ranks may hold parts of different sizes, and have to keep the same units.
-        footprints = [self._meter.footprint(unit.gathered_nbytes) for unit in units]
+        footprints = [self._meter.footprint(unit.gathered.nbytes) for unit in units]
         mine = (self._stepped, self._room(), footprints, [index[unit] for unit in dict.fromkeys(order)])
         everyone = collectives.all_gather_object(mine) if collectives.capabilities.can_communicate else [mine]
         # A rank that holds no element of any parameter sees no step.
@@ -160,12 +160,12 @@ class Budget:
         choice = {
             unit: max(each[position] for _, _, each, _ in everyone)
             for unit, position in ((units[position], position) for position in everyone[0][3])
-            if unit.reshard_policy is Reshard.UNLESS_TURNING and not unit.permanent
+            if unit.retention.policy is Reshard.UNLESS_TURNING and not unit.permanent
         }
         room = min(room for _, room, *_ in everyone)
         count = fitting(list(choice.values()), room)
         for unit in list(choice)[len(choice) - count :]:
-            unit.reshard_policy = Reshard.NEVER
+            unit.retention.policy = Reshard.NEVER
         self.reason = (
             f"{count} of {len(choice)} units stay gathered behind forward: the rank with the least memory has "
             f"{_mib(max(0, room))} left, and all of them take {_mib(sum(choice.values()))}"

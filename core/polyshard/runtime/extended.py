@@ -36,7 +36,7 @@ from ..planning.parts import is_dtensor
 from ..planning.plan import ManagedParameter
 from .bindings import Shown
 from .buffers import FlatBuffer
-from .parameters import MasterViews
+from .gathered import GatheredParameters
 from .placed import PlacedParameters, PlacedUnit
 
 _is_meta = attrgetter("is_meta")
@@ -48,6 +48,8 @@ class ExtendedUnit(PlacedUnit):
     Gradients are plain, and are reduced and delivered as those of other units.
     """
 
+    held: ExtendedParameters
+    gathered: LaneParameters
     extended = True
     writes_gradients_directly = False
 
@@ -57,80 +59,12 @@ class ExtendedUnit(PlacedUnit):
         self.arguments = self.placed.extension_arguments(self.parameters[0], self.spec.master_dtype, self.dtypes)
 
     @override
-    def _make_originals(self) -> MasterViews:
-        self.views = ExtendedParameters(self)
-        return self.views
-
-    @property
-    def own_tensors(self) -> Sequence[torch.Tensor]:
-        """This rank's rows of each parameter, of its class."""
-        assert isinstance(self.views, ExtendedParameters)
-        return self.views.own
-
-    @property
-    @override
-    def lacks_values(self) -> bool:
-        return any(map(_is_meta, self.own_tensors))
-
-    def require_insides(self, call: str) -> None:
-        """Raise where the values of a parameter cannot be told by plain tensors; ``call`` begins the message.
-
-        Raises UnsupportedError: naming the parameter, its class and the reason.
-        """
-        for parameter, own in zip(self.parameters, self.own_tensors, strict=True):
-            found = parameter.insides
-            if found is None or found.fault:
-                fault = "is of an unknown class" if found is None else found.fault
-                raise UnsupportedError(
-                    f"{call}: '{parameter.names[0]}', a {type(own).__name__}, {fault} (rank "
-                    f"{self.ranks.world.rank}). Save model.state_dict() on each rank, for the same number of ranks."
-                )
-
-    def inner_of(self, index: int) -> Iterator[tuple[InnerTensor, torch.Tensor]]:
-        """What parameter ``index`` is made of, and this rank's part of that."""
-        found = self.parameters[index].insides
-        for each in () if found is None else found.inner:
-            yield each, getattr(self.own_tensors[index], each.attribute).detach()
+    def _make_held(self) -> ExtendedParameters:
+        return ExtendedParameters(self, getattr(self, "held", None))
 
     @override
-    def _make_buffer(self, dtype: torch.dtype) -> FlatBuffer:
-        return LaneBuffer(self, dtype)
-
-    @override
-    def _with_versions(self) -> list[torch.Tensor]:
-        return list(self.leaves)
-
-    @property
-    def lanes(self) -> LaneBuffer:
-        """What gathers fill."""
-        assert isinstance(self.buffer, LaneBuffer)
-        return self.buffer
-
-    @property
-    @override
-    def gathered_nbytes(self) -> int:
-        """Of lanes, and of what is made out of them; before the first gather, as if they were in compute dtype."""
-        return (self.prepared and self.lanes.nbytes) or super().gathered_nbytes
-
-    @property
-    @override
-    def own_nbytes(self) -> int:
-        return sum(inner.nbytes for own in self.own_tensors for inner in inner_tensors(own))
-
-    @override
-    def _arrived(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        whole = torch.cat([out for out, _ in self.buffer.pairs]) if self.buffer.pairs else torch.empty(0)
-        return whole, whole, None
-
-    def use_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Compute with ``leaves``, which the first gather made, from now on."""
-        self.bindings.show(Shown.ORIGINALS)
-        self.buffer.views[:] = leaves
-        self._bind(self.buffer)
-
-    @override
-    def take_gradients(self) -> list[torch.Tensor | None]:
-        return [gradient if gradient is None else _plain(gradient) for gradient in super().take_gradients()]
+    def _make_gathered(self, keeps_buffer: bool) -> LaneParameters:
+        return LaneParameters(self, keeps_buffer=keeps_buffer)
 
 
 class ExtendedParameters(PlacedParameters):
@@ -140,6 +74,37 @@ class ExtendedParameters(PlacedParameters):
     def own(self) -> Sequence[torch.Tensor]:
         """The local tensors."""
         return self._views
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return sum(inner.nbytes for own in self.own for inner in inner_tensors(own))
+
+    @property
+    @override
+    def lacks_values(self) -> bool:
+        return any(map(_is_meta, self.own))
+
+    def require_insides(self, call: str) -> None:
+        """Raise where the values of a parameter cannot be told by plain tensors; ``call`` begins the message.
+
+        Raises UnsupportedError: naming the parameter, its class and the reason.
+        """
+        for parameter, own in zip(self._unit.parameters, self.own, strict=True):
+            found = parameter.insides
+            if found is None or found.fault:
+                fault = "is of an unknown class" if found is None else found.fault
+                raise UnsupportedError(
+                    f"{call}: '{parameter.names[0]}', a {type(own).__name__}, {fault} (rank "
+                    f"{self._unit.ranks.world.rank}). Save model.state_dict() on each rank, for the same number of "
+                    "ranks."
+                )
+
+    def inner_of(self, index: int) -> Iterator[tuple[InnerTensor, torch.Tensor]]:
+        """What parameter ``index`` is made of, and this rank's part of that."""
+        found = self._unit.parameters[index].insides
+        for each in () if found is None else found.inner:
+            yield each, getattr(self.own[index], each.attribute).detach()
 
     @override
     def _part(self, index: int) -> torch.Tensor:
@@ -176,9 +141,45 @@ class ExtendedParameters(PlacedParameters):
     def _take_values(self, found: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
         unit = self._unit
         if dtype != unit.master.dtype:
-            unit.rehome(torch.empty_like(unit.master, dtype=dtype))
+            self.rehome(torch.empty_like(unit.master, dtype=dtype))
         else:
             self.expose()
+
+
+class LaneParameters(GatheredParameters):
+    """Whole parameters that are made of lanes: of the classes that the program gave, once the first gather arrived."""
+
+    unit: ExtendedUnit
+    buffer: LaneBuffer
+
+    @override
+    def _make_buffer(self, dtype: torch.dtype) -> LaneBuffer:
+        return LaneBuffer(self.unit, dtype)
+
+    @override
+    def _with_versions(self) -> list[torch.Tensor]:
+        return list(self.leaves)
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        """Of lanes, and of what is made out of them; before the first gather, as if they were in compute dtype."""
+        return (self.prepared and self.buffer.nbytes) or super().nbytes
+
+    @override
+    def _arrived(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        whole = torch.cat([out for out, _ in self.buffer.pairs]) if self.buffer.pairs else torch.empty(0)
+        return whole, whole, None
+
+    def become(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Compute with ``leaves``, which the first gather made, from now on."""
+        self.bindings.show(Shown.ORIGINALS)
+        self.buffer.views[:] = leaves
+        self.bind(self.buffer)
+
+    @override
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        return [gradient if gradient is None else _plain(gradient) for gradient in super().take_gradients()]
 
 
 def _cut(parameter: ManagedParameter, rank: int, ranks: int, device: torch.device) -> torch.Tensor:
@@ -227,7 +228,7 @@ class LaneBuffer(FlatBuffer):
                 self._met = True
             else:
                 self._take_memory()
-                for parameter, own in zip(self._parameters, self._unit.own_tensors, strict=True):
+                for parameter, own in zip(self._parameters, self._unit.held.own, strict=True):
                     parameter.send(own)
 
     @override
@@ -243,7 +244,7 @@ class LaneBuffer(FlatBuffer):
         Raises:
             ParameterError: on every rank alike, where a parameter of any of them failed, or sends what others do not.
         """
-        own = self._unit.own_tensors
+        own = self._unit.held.own
         answers = [parameter.ask_first(tensor) for parameter, tensor in zip(self._parameters, own, strict=True)]
         group = self._unit.ranks.gather
         everyone: list[Any] = [answers]
@@ -264,11 +265,11 @@ class LaneBuffer(FlatBuffer):
         """Behind the gather, on the stream that waits for it: make the parameters, or fill them anew."""
         unit = self._unit
         with torch.inference_mode(False), torch.no_grad():
-            new = [parameter.receive(own) for parameter, own in zip(self._parameters, unit.own_tensors, strict=True)]
+            new = [parameter.receive(own) for parameter, own in zip(self._parameters, unit.held.own, strict=True)]
         if any(new):
             for parameter in self._parameters:
                 self._remember(parameter.inner)
-            unit.use_leaves([parameter.leaf for parameter in self._parameters if parameter.leaf is not None])
+            unit.gathered.become([parameter.leaf for parameter in self._parameters if parameter.leaf is not None])
 
     def _remember(self, tensors: Sequence[torch.Tensor]) -> None:
         known = {storage.data_ptr() for storage, _ in self._storages}

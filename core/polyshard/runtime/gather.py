@@ -66,43 +66,53 @@ class Masters:
     current: bool = False
     """Whether ``part`` has the values of the masters."""
 
-    def distribute(self, unit: Gatherable) -> Work:
+    def distribute(self, gathered: Gatherable) -> Work:
         """Start making ``part`` from the masters."""
         shard = torch.empty(self.memory.numel(), dtype=self.part.memory.dtype, device=self.part.memory.device)
         if self.keeper is not None:
-            self.keeper.fetch(unit.spec, self.memory, shard)
+            self.keeper.fetch(gathered.unit.spec, self.memory, shard)
         else:
             shard.copy_(self.memory)
         self.part.attach()
         return self.route.distribute(self.part.memory, shard)
 
 
-class Gatherable(Protocol):
-    """A unit as gathers see it, which read it when they are issued."""
+class GatheredUnit(Protocol):
+    """Of what the whole parameters are that are gathered."""
 
     spec: UnitSpec
     ranks: UnitRanks
     caster: PrecisionCaster
     observers: tuple[Observer, ...]
+
+
+class Gatherable(Protocol):
+    """Whole parameters as gathers see them, which read this when they are issued."""
+
+    @property
+    def unit(self) -> GatheredUnit: ...
+
     places: list[object]
     """Where it was used since its gather, as ``CommStreams.here`` says."""
-    buffer: FlatBuffer
-    """It is gathered here (``[padded_numel]``, compute dtype)."""
     source: Source
 
+    @property
+    def buffer(self) -> FlatBuffer:
+        """They are gathered here (``[padded_numel]``, compute dtype)."""
 
-def allocation_of(unit: Gatherable) -> AbstractContextManager[Any]:
+
+def allocation_of(gathered: Gatherable) -> AbstractContextManager[Any]:
     """A context in which memory for the buffer is taken: its backend may have memory of its own for gathers."""
-    return (unit.source.group or unit.ranks.world).allocation(BufferRole.GATHER, unit.buffer.nbytes)
+    return (gathered.source.group or gathered.unit.ranks.world).allocation(BufferRole.GATHER, gathered.buffer.nbytes)
 
 
 def start_masters(units: Sequence[Gatherable]) -> Sequence[Work]:
     """Start making secondary shards anew that masters have left behind. Gathers of ``units`` follow the works."""
-    stale = [(unit, of) for unit in units if (of := unit.source.masters) is not None and not of.current]
+    stale = [(each, of) for each in units if (of := each.source.masters) is not None and not of.current]
     works: list[Work] = []
     try:
-        for unit, masters in stale:
-            works.append(masters.distribute(unit))
+        for each, masters in stale:
+            works.append(masters.distribute(each))
     except BaseException:
         wait_quietly(works)
         raise
@@ -121,14 +131,14 @@ def start_gathers(units: Sequence[Gatherable]) -> Sequence[Work]:
         return (_start_one(units[0]),)
     # As ``alike`` does, without a call.
     together: dict[int, list[Gatherable]] = {}
-    for unit in units:
-        together.setdefault(id(unit.source.group), []).append(unit)
+    for each in units:
+        together.setdefault(id(each.source.group), []).append(each)
     works: list[Work] = []
     try:
         for members in together.values():
             group = members[0].source.group
             if group is None:
-                works += [_start_one(unit) for unit in members]
+                works += [_start_one(each) for each in members]
             else:
                 works.append(_start_many(group, members))
     except BaseException:
@@ -144,84 +154,84 @@ def wait_quietly(works: Iterable[Work]) -> None:
             work.wait()
 
 
-def end_gather(unit: Gatherable) -> None:
+def end_gather(gathered: Gatherable) -> None:
     """Call the observers: the gather ends at the present point of the current stream."""
-    for observer in unit.observers:
-        observer(UnitEvent(UnitOperation.GATHER, unit.spec, begins=False))
+    for observer in gathered.unit.observers:
+        observer(UnitEvent(UnitOperation.GATHER, gathered.unit.spec, begins=False))
 
 
-def _start_one(unit: Gatherable) -> Work:
-    source, buffer = unit.source, unit.buffer
+def _start_one(gathered: Gatherable) -> Work:
+    source, buffer = gathered.source, gathered.buffer
     group = source.group
     if buffer.divided:
-        return _start_many(group, (unit,))
-    for observer in unit.observers:
-        observer(UnitEvent(UnitOperation.GATHER, unit.spec))
+        return _start_many(group, (gathered,))
+    for observer in gathered.unit.observers:
+        observer(UnitEvent(UnitOperation.GATHER, gathered.unit.spec))
     if source.wire is not None and group is not None:
-        encoded = _EncodedGather(group, [unit])
-        return encoded.behind(issued(group.all_gather(*encoded.pairs[0]), "all_gather", group, unit.spec))
+        encoded = _EncodedGather(group, [gathered])
+        return encoded.behind(issued(group.all_gather(*encoded.pairs[0]), "all_gather", group, gathered.unit.spec))
     own = source.owns[0]
     if source.keeper is not None:
-        source.keeper.fetch(unit.spec, source.memory, own)
+        source.keeper.fetch(gathered.unit.spec, source.memory, own)
     else:
         # The cast is the copy-in: master dtype to compute dtype, straight into the slice that is sent.
         own.copy_(source.slices[0])
     if group is None:
         return COMPLETED
-    return issued(group.all_gather(*source.pairs[0]), "all_gather", group, unit.spec)
+    return issued(group.all_gather(*source.pairs[0]), "all_gather", group, gathered.unit.spec)
 
 
 def _start_many(group: Collectives | None, units: Sequence[Gatherable]) -> Work:
-    for unit in units:
-        for observer in unit.observers:
-            observer(UnitEvent(UnitOperation.GATHER, unit.spec))
-    plain = [unit for unit in units if unit.source.wire is None]
-    here = [unit for unit in plain if unit.source.keeper is None]
-    behind = [each for unit in plain for each in unit.buffer.behind]
-    for unit in plain:
-        for stage in unit.buffer.stages:
+    for each in units:
+        for observer in each.unit.observers:
+            observer(UnitEvent(UnitOperation.GATHER, each.unit.spec))
+    plain = [each for each in units if each.source.wire is None]
+    here = [each for each in plain if each.source.keeper is None]
+    behind = [call for each in plain for call in each.buffer.behind]
+    for each in plain:
+        for stage in each.buffer.stages:
             stage.attach()
-        if unit.buffer.encode is not None:
-            unit.buffer.encode(_on_device(unit))
-    owns = [own for unit in here for own in unit.source.owns]
+        if each.buffer.encode is not None:
+            each.buffer.encode(_on_device(each))
+    owns = [own for each in here for own in each.source.owns]
     if owns:
         # The cast is the copy-in, as for one, in one launch.
-        _torch_private.foreach_copy_(owns, [each for unit in here for each in unit.source.slices])
+        _torch_private.foreach_copy_(owns, [own for each in here for own in each.source.slices])
     if len(here) < len(plain):
-        for unit in plain:
-            if unit.source.keeper is not None and unit.buffer.encode is None:
-                _fetch(unit, unit.source.keeper)
-    pairs = [pair for unit in plain for pair in unit.source.pairs]
-    spec = units[0].spec if len(units) == 1 else None
+        for each in plain:
+            if each.source.keeper is not None and each.buffer.encode is None:
+                _fetch(each, each.source.keeper)
+    pairs = [pair for each in plain for pair in each.source.pairs]
+    spec = units[0].unit.spec if len(units) == 1 else None
     if group is None:
         # What is made of bytes is made so on one rank, too.
         gather = COMPLETED
     elif len(plain) == len(units):
         gather = issued(group.all_gather_many(pairs), "all_gather_many", group, spec)
     else:
-        encoded = _EncodedGather(group, [unit for unit in units if unit.source.wire is not None])
+        encoded = _EncodedGather(group, [each for each in units if each.source.wire is not None])
         gather = encoded.behind(issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, spec))
     return Then(behind, gather) if behind else gather
 
 
-def _fetch(unit: Gatherable, keeper: OffloadManager) -> None:
-    memory, owns = unit.source.memory, unit.source.owns
-    if not unit.buffer.layout.segments:
-        keeper.fetch(unit.spec, memory, owns[0])
+def _fetch(gathered: Gatherable, keeper: OffloadManager) -> None:
+    memory, owns = gathered.source.memory, gathered.source.owns
+    if not gathered.buffer.layout.segments:
+        keeper.fetch(gathered.unit.spec, memory, owns[0])
         return
     # A manager writes the shard in one piece.
-    shard = torch.empty(memory.numel(), dtype=unit.buffer.dtype, device=unit.spec.device)
-    keeper.fetch(unit.spec, memory, shard)
-    _torch_private.foreach_copy_(owns, slices_of(shard, unit.buffer.layout))
+    shard = torch.empty(memory.numel(), dtype=gathered.buffer.dtype, device=gathered.unit.spec.device)
+    keeper.fetch(gathered.unit.spec, memory, shard)
+    _torch_private.foreach_copy_(owns, slices_of(shard, gathered.buffer.layout))
 
 
-def _on_device(unit: Gatherable) -> torch.Tensor:
+def _on_device(gathered: Gatherable) -> torch.Tensor:
     """The shard on the device that computes."""
-    source = unit.source
+    source = gathered.source
     if source.keeper is None:
         return source.memory
-    shard = torch.empty(source.memory.numel(), dtype=source.memory.dtype, device=unit.spec.device)
-    source.keeper.fetch(unit.spec, source.memory, shard)
+    shard = torch.empty(source.memory.numel(), dtype=source.memory.dtype, device=gathered.unit.spec.device)
+    source.keeper.fetch(gathered.unit.spec, source.memory, shard)
     return shard
 
 
@@ -229,11 +239,11 @@ class _EncodedGather:
     """Units that travel as bytes of their casters: own shards are encoded here, and ``pairs`` are to be gathered."""
 
     def __init__(self, group: Collectives, units: Sequence[Gatherable]) -> None:
-        nbytes = [unit.source.wire.nbytes_per_rank for unit in units if unit.source.wire is not None]
+        nbytes = [each.source.wire.nbytes_per_rank for each in units if each.source.wire is not None]
         sizes = [group.world_size * each for each in nbytes]
         ends = list(accumulate(-(-size // SLICE_ALIGNMENT_BYTES) * SLICE_ALIGNMENT_BYTES for size in sizes))
         # In one piece of memory: allocating many costs the host more than cutting one.
-        memory = torch.empty(ends[-1], dtype=torch.uint8, device=units[0].spec.device)
+        memory = torch.empty(ends[-1], dtype=torch.uint8, device=units[0].unit.spec.device)
         wires = [
             memory[start : start + size].view(group.world_size, -1)
             for start, size in zip([0, *ends], sizes, strict=False)
@@ -242,9 +252,9 @@ class _EncodedGather:
         #: The bytes that each unit's gather fills, and this rank's part of them.
         self.pairs = [(wire.view(-1), own) for wire, own in zip(wires, owns, strict=True)]
         self._decodes: list[Callable[[], None]] = []
-        for caster in {id(unit.caster): unit.caster for unit in units}.values():
-            mine = [index for index, unit in enumerate(units) if unit.caster is caster]
-            specs = [units[index].spec for index in mine]
+        for caster in {id(each.unit.caster): each.unit.caster for each in units}.values():
+            mine = [index for index, each in enumerate(units) if each.unit.caster is caster]
+            specs = [units[index].unit.spec for index in mine]
             caster.encode_many(specs, [owns[index] for index in mine], [_on_device(units[index]) for index in mine])
             buffers = [units[index].buffer for index in mine]
             self._decodes.append(partial(_decode, caster, specs, [wires[index] for index in mine], buffers))

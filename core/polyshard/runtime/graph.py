@@ -98,7 +98,7 @@ def prepare_recording(root: Root) -> None:
 def release_buffers(root: Root) -> None:
     """Release all gather buffers, and order the current stream after everything that was issued."""
     for unit in root.units:
-        unit.reshard()
+        unit.gathered.reshard()
     root.streams.drain()
 
 
@@ -122,7 +122,7 @@ class RecordedState:
         self._units = list(root.units)
         self._masters = _addresses(self._units)
         self._states = list(map(_state_of, self._units))
-        self._tensors = HeldTensors(self._module, [(unit.name, unit.receivers) for unit in self._units])
+        self._tensors = HeldTensors(self._module, [(unit.name, unit.held.receivers) for unit in self._units])
 
     @property
     def released(self) -> bool:

@@ -105,7 +105,7 @@ class GroupedHooks(ForwardHooks):
         state = self.module_state
         state.entered -= 1
         self._computed(False)
-        released = [unit for unit in state.units if unit.releases(False)]
+        released = [unit for unit in state.units if unit.retention.releases(False)]
         refuse_escape(released, output, state.name)
 
     @override

@@ -253,7 +253,7 @@ def refuse_escape(units: Iterable[Unit], output: Any, module: str) -> None:
     """
     tensors: Sequence[torch.Tensor] | None = None
     for unit in units:
-        if unit.permanent or unit.state is not UnitState.UNSHARDED:
+        if unit.permanent or unit.gathered.state is not UnitState.UNSHARDED:
             continue
         if tensors is None:
             plain = isinstance(output, torch.Tensor)
@@ -261,7 +261,7 @@ def refuse_escape(units: Iterable[Unit], output: Any, module: str) -> None:
             if _torch_private.transforms_active():
                 tensors = [part for tensor in tensors for part in _torch_private.transformed_parts(tensor)]
         for tensor in tensors:
-            if unit.buffer.holds(tensor) and tensor.numel() and tensor.device == unit.buffer.device:
+            if unit.gathered.buffer.holds(tensor) and tensor.numel() and tensor.device == unit.gathered.buffer.device:
                 raise UnshardedUseError(
                     f"The forward of '{module or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
                     f"on rank {unit.ranks.world.rank}, which is released when the forward ends. Return a clone, or "
@@ -270,7 +270,7 @@ def refuse_escape(units: Iterable[Unit], output: Any, module: str) -> None:
 
 
 def _owner(unit: Unit, tensor: torch.Tensor) -> str:
-    offset = (tensor.data_ptr() - unit.buffer.address) // unit.buffer.flat.element_size()
+    offset = (tensor.data_ptr() - unit.gathered.buffer.address) // unit.gathered.buffer.flat.element_size()
     for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
         if slot.offset <= offset < slot.end:
             return parameter.names[0]
@@ -282,9 +282,9 @@ def refuse_moved_views(unit: Unit) -> None:
 
     The parameter is as it was before then.
     """
-    if not unit.packed or not unit.buffer.attached:
+    if not unit.packed or not unit.gathered.buffer.attached:
         return
-    leaves, views = unit.leaves, unit.buffer.views
+    leaves, views = unit.gathered.leaves, unit.gathered.buffer.views
     with _torch_private.without_torch_function():
         addresses, wanted = list(map(_address_of, leaves)), list(map(_address_of, views))
         if addresses == wanted:
@@ -304,7 +304,7 @@ def refuse_moved_views(unit: Unit) -> None:
 
 def refuse_differentiable_gradients(unit: Unit) -> None:
     """Raise StateError if a view's gradient has a graph of its own."""
-    for leaf, parameter in zip(unit.leaves, unit.parameters, strict=True):
+    for leaf, parameter in zip(unit.gathered.leaves, unit.parameters, strict=True):
         if leaf.grad is not None and leaf.grad.requires_grad:
             raise gradients_without_graph(parameter.names[0], unit.ranks.world.rank)
 
@@ -327,7 +327,7 @@ def refuse_unseen_gradients(root: Root) -> None:
     Raises StateError: naming a unit.
     """
     looks = root.unfollowed and root.synchronises
-    pending = [unit for unit in root.units if unit.module_state.synchronises and unit.pending] if looks else ()
+    pending = [unit for unit in root.units if unit.module_state.synchronises and unit.gathered.pending] if looks else ()
     root.unfollowed = False
     for unit in pending:
         unit.discard_gradients()
@@ -355,7 +355,9 @@ def refuse_released(root: Root) -> None:
         return
     for module_state in root.module_states:
         waits = module_state.awaits_backward and not (module_state.synchronises or module_state.releases_after_backward)
-        if waits and any(unit.trainable and unit.state is not UnitState.UNSHARDED for unit in module_state.units):
+        if waits and any(
+            unit.trainable and unit.gathered.state is not UnitState.UNSHARDED for unit in module_state.units
+        ):
             raise StateError(
                 f"A backward computes gradients of inputs alone, as schedules of pipelines do before those of "
                 f"weights, and '{module_state.label}' was released after its forward (rank {root.rank}): its "

@@ -39,11 +39,11 @@ from ..nested import CopiedContainers, distinct_tensors
 from .activation_checkpoint import Checkpointed, Region, Running, may_have_backward, running
 from .backward import BackwardAction, ForwardRecord, Point
 from .boundary import Hook, adopt_in_place, exchanged, pass_through, pass_through_in, watch_output
+from .gathered import gradient_of
 from .guards import gradients_without_graph, refuse_escape, refuse_moved_views
 from .module_state import ModuleState, show_whole, unshard_ahead
 from .root import Root
 from .states import BackwardState, Phase, Reshard
-from .unit import gradient_of
 
 _version_of = attrgetter("_version")
 _trains = attrgetter("requires_grad")
@@ -317,30 +317,30 @@ class ForwardHooks:
         outermost = root.active is module_state
         turns = outermost or module_state.execution_order.turns_at(module_state)
         for unit in module_state.units:
-            # As ``Unit.pending``, without a call: a backward inside of the forward came through no output.
-            if unit.trainable and list(map(gradient_of, unit.leaves)) != unit.no_gradients:
+            # As ``gathered.pending``, without a call: a backward inside of the forward came through no output.
+            if unit.trainable and list(map(gradient_of, unit.gathered.leaves)) != unit.gathered.no_gradients:
                 root.end_inner_backward()
             for observer in unit.observers:
                 observer(UnitEvent(UnitOperation.COMPUTE, unit.spec, begins=False))
-            stays = not unit.releases(turns)
+            stays = not unit.retention.releases(turns)
             try:
                 if unit.packed:
                     refuse_moved_views(unit)
                 if not stays:
                     refuse_escape((unit,), output, module_state.name)
             except (ParameterMovedError, UnshardedUseError):
-                unit.hide()
+                unit.gathered.hide()
                 if outermost:
                     # No hook of an outer module will see this error and clean up.
                     root.abandon()
                 raise
             if stays:
-                unit.hide()
-            elif unit.reshard_policy is Reshard.PARTLY and may_have_backward():
+                unit.gathered.hide()
+            elif unit.retention.policy is Reshard.PARTLY and may_have_backward():
                 with _torch_private.outside_of_transforms() if _torch_private.transforms_active() else nullcontext():
-                    unit.reshard_post_forward()
+                    unit.gathered.reshard_post_forward()
             else:
-                unit.reshard()
+                unit.gathered.reshard()
 
     def _end_record(self, root: Root) -> None:
         module_state = self.module_state
@@ -535,7 +535,7 @@ def _pre_backward_in_mode(
         )
     module_state.trained_in_forward = training
     for unit in module_state.units:
-        unit.choose_buffer(training)
+        unit.gathered.choose_buffer(training)
     return pre_backward(module_state, forward_record, post_backward_at, *gradients)
 
 

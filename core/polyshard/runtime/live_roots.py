@@ -27,14 +27,14 @@ class ParameterLocation(NamedTuple):
     @property
     def parameter(self) -> nn.Parameter:
         if self.slot is None:
-            assert self.unit.flat is not None
-            return self.unit.flat.parameter
+            assert self.unit.held.flat is not None
+            return self.unit.held.flat.parameter
         return self.unit.parameters[self.slot].original
 
     @property
     def leaves(self) -> Sequence[torch.Tensor]:
         """What computes in its place, gathered; nothing before the first forward."""
-        leaves = self.unit.leaves
+        leaves = self.unit.gathered.leaves
         return leaves if self.slot is None else leaves[self.slot : self.slot + 1]
 
     @property
@@ -74,7 +74,11 @@ class LiveRoots:
         """The location of each of ``tensors``; None for a tensor that is no parameter of a sharded model."""
         found: list[ParameterLocation | None] = [None] * len(tensors)
         for age, (root, places) in enumerate(self._entries()):
-            flats = {id(unit.flat.parameter): number for number, unit in enumerate(root.units) if unit.flat is not None}
+            flats = {
+                id(unit.held.flat.parameter): number
+                for number, unit in enumerate(root.units)
+                if unit.held.flat is not None
+            }
             for index, (key, tensor) in enumerate(zip(map(id, tensors), tensors, strict=True)):
                 place = places.get(key)
                 if place is not None:

@@ -20,16 +20,17 @@ from ..planning.groups import UnitRanks
 from ..planning.plan import ManagedParameter, modules_called, names_behind
 from .activation_checkpoint import may_have_backward
 from .backward import BackwardAction, ForwardRecord, Point
+from .gathered import unshard_due, unshard_together
 from .order import ExecutionOrder
 from .reduce import Contribution
 from .states import BackwardState, Fresh, Reshard, UnitState
-from .unit import Unit, unshard_due, unshard_together
+from .unit import Unit
 
 if TYPE_CHECKING:
     from .root import Root
 
 _units_of = attrgetter("units")
-_is_due = attrgetter("fresh.due")
+_is_due = attrgetter("gathered.fresh.due")
 
 
 class ModuleState:
@@ -175,31 +176,31 @@ class ModuleState:
     def reshard(self, turns: bool) -> None:
         """Release units behind a forward, as their policies say. ``turns``: the backward is expected at once."""
         for unit in self.units:
-            if not unit.releases(turns):
-                unit.hide()
-            elif unit.reshard_policy is Reshard.PARTLY and may_have_backward():
-                unit.reshard_post_forward()
+            if not unit.retention.releases(turns):
+                unit.gathered.hide()
+            elif unit.retention.policy is Reshard.PARTLY and may_have_backward():
+                unit.gathered.reshard_post_forward()
             else:
-                unit.reshard()
+                unit.gathered.reshard()
 
     def end_forward(self) -> None:
         """The outermost forward ended: release units that no backward comes back to."""
         self.entered = 0
         for unit in self.units:
-            if unit.state is UnitState.SHARDED:
-                unit.conceal()
-            elif unit.fresh is Fresh.RETAINED or unit.state is UnitState.SHARDED_POST_FORWARD:
+            if unit.gathered.state is UnitState.SHARDED:
+                unit.gathered.conceal()
+            elif unit.gathered.fresh is Fresh.RETAINED or unit.gathered.state is UnitState.SHARDED_POST_FORWARD:
                 # Whether a part is kept may not depend on this rank's outputs, as ``awaits_backward`` does: others
                 # gather from their parts.
-                unit.hide()
-            elif not self.awaits_backward or unit.state is UnitState.GATHERING:
-                unit.reshard()
+                unit.gathered.hide()
+            elif not self.awaits_backward or unit.gathered.state is UnitState.GATHERING:
+                unit.gathered.reshard()
             elif not self.releases_after_backward:
-                unit.retain()
+                unit.retention.retain()
             elif self.reads_in_backward:
-                unit.hide()
+                unit.gathered.hide()
             else:
-                unit.reshard()
+                unit.gathered.reshard()
 
     def pre_backward(self, *, prefetches: bool = True) -> None:
         """Gather the parameters again, before the first of the module's autograd nodes runs.
@@ -209,21 +210,21 @@ class ModuleState:
         if self.backward_state is BackwardState.PRE_BACKWARD:
             for unit in self.units:
                 # This output may have been computed on another stream than the first.
-                unit.wait()
+                unit.gathered.wait()
             return
         self.backward_state = BackwardState.PRE_BACKWARD
         for unit in self.units:
-            unit.refuse_changes()
+            unit.held.refuse_changes()
         reads = self.reads_in_backward
         for unit in self.units:
-            if reads and unit.fresh.due:
+            if reads and unit.gathered.fresh.due:
                 unshard_due(self.units)
                 break
         for unit in self.units:
             if reads:
-                unit.wait()
+                unit.gathered.wait()
                 # A checkpoint inside the module's own forward recomputes from its parameters.
-                unit.show()
+                unit.gathered.show()
             for observer in unit.observers:
                 observer(UnitEvent(UnitOperation.COMPUTE, unit.spec, backward=True))
         if prefetches:
@@ -256,18 +257,18 @@ class ModuleState:
         for unit in self.units:
             for observer in unit.observers:
                 observer(UnitEvent(UnitOperation.COMPUTE, unit.spec, begins=False, backward=True))
-            gradients = unit.take_gradients() if unit.trainable else []
+            gradients = unit.gathered.take_gradients() if unit.trainable else []
             # At C speed, as every unit asks in every backward.
             arrived = bool(gradients) and (gradients[0] is not None or any(map(is_not, gradients, repeat(None))))
             # Before the reduction takes its buffers: the two are never alive together. A forward around this backward
             # goes on with the parameters.
             if not self.releases_after_backward:
                 if not self.entered:
-                    unit.retain()
+                    unit.retention.retain()
             elif keeps:
-                unit.keep()
+                unit.retention.keep()
             elif not (self.entered or self.differentiated_again):
-                unit.reshard()
+                unit.gathered.reshard()
             if arrived:
                 root.backward.accumulates = True
             elif synchronises and root.backward.accumulates and self._waits(unit):
@@ -300,7 +301,7 @@ class ModuleState:
 
     def late_post_backward(self) -> None:
         """``post_backward`` where no gradient called it: the backward ended, or does not come through here."""
-        if self.backward_state is BackwardState.NOT_REACHED and any(unit.pending for unit in self.units):
+        if self.backward_state is BackwardState.NOT_REACHED and any(unit.gathered.pending for unit in self.units):
             self.refuse_unseen_backward()
         self.post_backward()
 
@@ -311,7 +312,7 @@ class ModuleState:
             return True
         reduces = root.synchronises and self.synchronises and root.backward.accumulates
         for unit in self.units:
-            if unit.trainable and unit.pending:
+            if unit.trainable and unit.gathered.pending:
                 return True
             if reduces and (unit.gradients.unreduced if self.all_reduces else self._waits(unit)):
                 return True
@@ -326,11 +327,11 @@ class ModuleState:
         self.joins_reduction = self.recomputed = self.differentiated_again = False
         for unit in self.units:
             if self.releases_after_backward:
-                unit.reshard()
+                unit.gathered.reshard()
             else:
-                unit.retain()
+                unit.retention.retain()
             if unit.ranks.route is not None or not self.releases_by_default:
-                unit.outlive()
+                unit.retention.outlive()
 
     def keep_gathered(self, keeps: bool) -> None:
         """Whether gathered parameters keep their memory and values when they are released.
@@ -341,8 +342,8 @@ class ModuleState:
         """
         for unit in self.units:
             if not keeps:
-                unit.buffer.unpin()
-            elif not unit.buffer.pin() and not unit.permanent:
+                unit.gathered.buffer.unpin()
+            elif not unit.gathered.buffer.pin() and not unit.permanent:
                 raise StateError(
                     f"Something was put on '{self.label}' after it was sharded that may compute with its parameters on "
                     f"rank {self.rank}: a hook that runs inside of its forward, or another forward. Its backward "
@@ -355,7 +356,7 @@ class ModuleState:
 
         Raises StateError: a backward came through no tensor that the forward returned.
         """
-        if all(unit.permanent or unit.state is UnitState.UNSHARDED for unit in self.units):
+        if all(unit.permanent or unit.gathered.state is UnitState.UNSHARDED for unit in self.units):
             return
         raise StateError(
             f"A backward went through '{self.label}' on rank {self.rank} without coming through a tensor "
@@ -405,13 +406,13 @@ def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool, kept:
     ``kept``: units that were kept for this recomputation are whole; other ranks do not gather them now.
     """
     for unit in units:
-        if unit.follows_mode:
-            unit.choose_buffer(training)
+        if unit.gathered.follows_mode:
+            unit.gathered.choose_buffer(training)
     if kept or any(map(_is_due, units)):
-        unshard_due([unit for unit in units if unit.fresh is not Fresh.ALONE] if kept else units)
+        unshard_due([unit for unit in units if unit.gathered.fresh is not Fresh.ALONE] if kept else units)
     for unit in units:
-        unit.wait()
-        unit.show()
+        unit.gathered.wait()
+        unit.gathered.show()
         for observer in unit.observers:
             observer(UnitEvent(UnitOperation.COMPUTE, unit.spec, backward=recomputes))
 
@@ -421,7 +422,7 @@ def unshard_ahead(batches: Sequence[Sequence[ModuleState]]) -> None:
     for batch in batches:
         # Most batches are on their way already.
         for unit in batch[0].units:
-            if unit.fresh.due:
+            if unit.gathered.fresh.due:
                 break
         else:
             continue
@@ -430,7 +431,7 @@ def unshard_ahead(batches: Sequence[Sequence[ModuleState]]) -> None:
         else:
             # A module state may come up twice in a batch.
             units = dict.fromkeys(chain.from_iterable(map(_units_of, batch)))
-            unshard_together([unit for unit in units if unit.fresh.due])
+            unshard_together([unit.gathered for unit in units if unit.gathered.fresh.due])
 
 
 def merge_on_use(module_state: ModuleState, parent: ModuleState) -> None:

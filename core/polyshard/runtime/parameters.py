@@ -1,17 +1,29 @@
-"""The user's own parameters as views of the master, and the changes that users make to them."""
+"""What modules and optimizers hold of a unit: views of its master, or one flat parameter over all of it.
+
+Users change what they hold between steps: they move, cast, replace and freeze it. ``HeldParameters`` takes that over.
+"""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from .. import _torch_private
+from ..errors import ParameterError, StateError
+from ..planning.answers import is_packed
 from ..planning.layout import Piece, Slot, product
 from .buffers import view_of
+
+if TYPE_CHECKING:
+    from .unit import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +43,16 @@ class GradientTarget:
         return product(self.shape)
 
 
-class MasterViews(ABC):
-    """The parameters that the user and the optimizer see of one unit, as views of its master."""
+class HeldParameters(ABC):
+    """What modules and optimizers hold of one unit outside of compute, over its master."""
 
     tensors: list[nn.Parameter]
     """Every such parameter, once."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        #: Stands for all parameters in an optimizer; None where nobody asked for it.
+        self.flat: FlatParameter | None = None
 
     @property
     @abstractmethod
@@ -52,13 +69,44 @@ class MasterViews(ABC):
         """Numbers that change where a program writes to a parameter. Not seen is what ``.data`` hides."""
         return ()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's part."""
+        return self._unit.master.nbytes
+
+    @property
+    def receivers(self) -> Sequence[nn.Parameter]:
+        """The parameters whose ``.grad`` the reduced gradient arrives in."""
+        return self.tensors if self.flat is None else (self.flat.parameter,)
+
+    def slots_of_receivers(self) -> Iterator[tuple[int | None, nn.Parameter]]:
+        """``receivers``, each with its index in the layout; None of a flat one, which stands for all parameters."""
+        receivers, slots = self.receivers, range(len(self._unit.parameters))
+        return zip(slots if len(receivers) == len(slots) else (None,), receivers, strict=True)
+
+    def placed(self, index: int | None, local: torch.Tensor) -> torch.Tensor:
+        """What the parameter at ``index`` is, of which ``local`` is this rank's part; None: a flat one."""
+        return local
+
+    def local(self, slot: int) -> nn.Parameter:
+        """The elements that this rank has of the parameter at ``slot``, as a plain parameter over their memory."""
+        return self._unit.parameters[slot].original
+
+    def flatten(self) -> list[nn.Parameter]:
+        """What an optimizer may have that treats all elements alike."""
+        return list(self.tensors)
+
     @abstractmethod
     def expose(self) -> None:
         """Make them views of the master."""
 
     @abstractmethod
-    def adopt_changes(self) -> bool:
-        """Take over the user's changes since the last forward; returns whether any ``requires_grad`` changed."""
+    def adopt_changes(self) -> None:
+        """Take over changes that the user made since the last forward."""
+
+    @abstractmethod
+    def refuse_changes(self) -> None:
+        """Refuse parameters replaced or written to between forward and backward; take over ``requires_grad``."""
 
     @abstractmethod
     def retrained(self) -> bool:
@@ -71,9 +119,27 @@ class MasterViews(ABC):
         """
         return False
 
-    @abstractmethod
-    def refuse_changes(self, *, held: bool) -> None:
-        """Raise for parameters replaced between forward and backward. ``held``: modules hold them now."""
+    def use_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
+        """``leaves`` compute in the place of the parameters from now on."""
+        self.follow_requires_grad()
+
+    def follow_requires_grad(self) -> None:
+        """Let what computes be trained as the parameters are, which the user may have changed.
+
+        Raises ParameterError: the unit can have no gradients.
+        """
+        unit, leaves = self._unit, self._unit.gathered.leaves
+        if (unit.packed or is_packed(unit.spec.master_dtype)) and any(self.trained):
+            kind = unit.packed[0].cls.__name__ if unit.packed else str(unit.spec.master_dtype)
+            raise ParameterError(
+                f"Parameters of {unit.name} are {kind}, and are to be trained now (rank {unit.ranks.world.rank}). "
+                "Freeze them with requires_grad_(False), or shard them in a wider dtype."
+            )
+        if self.flat is not None:
+            self.flat.follow_requires_grad()
+        for trained, leaf in zip(self.trained, leaves, strict=True):
+            leaf.requires_grad_(trained)
+        unit.trainable = any(leaf.requires_grad for leaf in leaves)
 
 
 def part_of_master(master: torch.Tensor, slot: Slot, piece: Piece | None, *, whole: bool) -> torch.Tensor:
@@ -98,3 +164,140 @@ def become(parameter: nn.Parameter, data: torch.Tensor) -> None:
     replacement = nn.Parameter(data, requires_grad=parameter.requires_grad)
     replacement.__dict__.update(parameter.__dict__)
     _torch_private.swap_tensors(parameter, replacement)
+
+
+class FlatParameter:
+    """A ``DTensor`` of one dimension over the masters of all ranks, in the place of a unit's parameters.
+
+    A step of the optimizer costs one tensor a unit. Padding stays zero, since its gradient is zero. The parameters'
+    ``.grad`` are views of its gradient, made where somebody reads them.
+    """
+
+    def __init__(
+        self,
+        held: HeldParameters,
+        master: torch.Tensor,
+        spec: Any,
+        placed: Callable[[int | None, torch.Tensor], torch.Tensor],
+        name_of: Callable[[int | None], str],
+    ) -> None:
+        """Stand for ``held``, over ``master``.
+
+        Args:
+            spec: How it lies, ``[shards * shard_numel]``.
+            placed: What makes a part of a parameter, which it is told by index, the whole.
+            name_of: In messages: the parameter at an index, the unit and the rank; of None the unit and the rank.
+
+        Raises StateError: a parameter has a gradient already, or only some of them are trained.
+        """
+        self._held, self.spec = held, spec
+        self._placed, self._name_of = placed, name_of
+        if any(parameter.grad is not None for parameter in held.tensors):
+            raise StateError(
+                f"A parameter of {name_of(None)} has a gradient already, which its flat parameter would not get. "
+                "Call flat_parameters() before the first backward, or after zero_grad()."
+            )
+        with torch.inference_mode(False):
+            #: This rank's elements, in the same memory.
+            self.local = nn.Parameter(view_of(master, (master.numel(),), (1,), 0), requires_grad=False)
+            own = _torch_private.over_own_storage(self.local.detach())
+            self.parameter = _torch_private.dtensor_parameter(own, spec, requires_grad=False)
+        self.follow_requires_grad()
+        self.show_gradients()
+
+    @property
+    def gradient_target(self) -> GradientTarget:
+        """The flat parameter, which receives all of this rank's gradient."""
+        return GradientTarget(self.parameter, 0, (self.local.numel(),), (1,))
+
+    def follow_requires_grad(self) -> None:
+        """Train it where the parameters are trained.
+
+        Raises StateError: only some of them are: weight decay and momentum would move the others.
+        """
+        trained = set(self._held.trained)
+        self._mixed = len(trained) > 1
+        if self._mixed:
+            raise StateError(
+                f"Only some parameters of {self._name_of(None)} are trained, but its flat parameter is updated as one. "
+                "Freeze all of them, freeze them before sharding, or give model.parameters() to the optimizer."
+            )
+        self.parameter.requires_grad_(trained == {True})
+        self.local.requires_grad_(trained == {True})
+
+    def adopt_changes(self) -> None:
+        """Raise StateError as ``follow_requires_grad``, until the user changed that."""
+        if self._mixed:
+            self.follow_requires_grad()
+
+    def show_gradients(self) -> None:
+        """Let ``.grad`` of the parameters be views of the flat gradient."""
+        kind = _viewing()
+        for target in self._held.gradient_targets:
+            target.parameter.__class__ = kind
+            target.parameter._polyshard_gradient = _Gradient(self, target)  # type: ignore[attr-defined]
+
+
+class _Gradient:
+    """The gradient of one parameter, in that of its unit's flat parameter."""
+
+    __slots__ = ("_flat", "_target")
+
+    def __init__(self, flat: FlatParameter, target: GradientTarget) -> None:
+        self._flat, self._target = flat, target
+
+    def read(self) -> torch.Tensor | None:
+        whole = self._flat.parameter.grad
+        if whole is None:
+            return None
+        local, target = _torch_private.local_tensor(whole), self._target
+        part = local.as_strided(target.shape, target.stride, local.storage_offset() + target.offset)
+        return self._flat._placed(target.index, part)
+
+    def write(self, value: torch.Tensor | None) -> None:
+        """Raises StateError: ``value`` is another gradient, and no change in place."""
+        if value is None:
+            # As ``zero_grad`` does, for all parameters.
+            self._flat.parameter.grad = None
+            return
+        raise StateError(
+            f".grad of {self._flat._name_of(self._target.index)} was set, which is a view of the gradient of its "
+            "unit's flat parameter. Change it in place, or do without polyshard.flat_parameters."
+        )
+
+    # A parameter that is copied by itself takes no model along.
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    @override
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+@cache
+def _viewing() -> type[nn.Parameter]:
+    """The class of parameters whose gradients are views of flat ones. Nothing else tells that one is read."""
+    from torch.distributed.tensor import DTensor
+
+    class FlatDTensor(DTensor):
+        _polyshard_gradient: _Gradient
+
+        @property  # type: ignore[explicit-override]  # mypy sees no override of a property that has a setter
+        def grad(self) -> torch.Tensor | None:
+            return self._polyshard_gradient.read()
+
+        @grad.setter
+        def grad(self, value: torch.Tensor | None) -> None:
+            self._polyshard_gradient.write(value)
+
+        @override
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            spec: Any = self._spec
+            local = copy.deepcopy(_torch_private.local_tensor(self).detach(), memo)
+            return _torch_private.dtensor_parameter(local, spec, requires_grad=self.requires_grad)
+
+    return cast("type[nn.Parameter]", FlatDTensor)

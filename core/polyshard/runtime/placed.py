@@ -19,12 +19,11 @@ from ..planning.answers import dtypes_of
 from ..planning.extensions import ExtensionArguments
 from ..planning.parts import is_dtensor
 from ..planning.plan import ManagedParameter
-from .bindings import Bindings, Shown
-from .flat import FlatParameter
-from .gradients import Gradients
+from .bindings import Shown
 from .live_roots import live_roots
-from .parameters import GradientTarget, MasterViews, part_of_master
+from .parameters import FlatParameter, GradientTarget, HeldParameters, part_of_master
 from .replaced import replaced_parameters
+from .states import Fresh
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -65,14 +64,9 @@ class Placements(Protocol):
 
 
 class PlacedUnit(Unit):
-    """A unit whose parameters are ``DTensor``.
+    """A unit whose parameters are ``DTensor``."""
 
-    What a user sees of it:
-
-    - Outside of compute modules hold ``DTensor`` parameters over this rank's elements, whose gradients are ``DTensor``.
-      Other modules' forwards see these too.
-    - Parameters may be on the meta device, and be moved and cast, until the first forward.
-    """
+    held: PlacedParameters
 
     def __init__(self, *args: Any, placed: Placements, **kwargs: Any) -> None:
         self.placed = placed
@@ -80,201 +74,41 @@ class PlacedUnit(Unit):
         super().__init__(*args, **kwargs)
 
     @override
-    def _make_originals(self) -> MasterViews:
-        #: What modules and optimizers hold.
-        self.views = PlacedParameters(self)
-        return self.views
-
-    @override
-    def _use_master(self, master: torch.Tensor) -> None:
-        #: Whether the parameters are not where they belong: asked in each forward.
-        self.is_elsewhere = master.device != self.belongs_on
-        super()._use_master(master)
-
-    @override
-    def _make_bindings(self) -> Bindings:
-        bindings = super()._make_bindings()
-        whole = [(leaf, each.names[0]) for leaf, each in zip(self.leaves, self.parameters, strict=True)]
-        rank = f"rank {self.ranks.world.rank}"
-        replaced_parameters.add(whole, "a DTensor of this rank's part", rank, ", and behind reshard()")
-        return bindings
-
-    @override
-    def _make_gradients(self) -> Gradients:
-        targets, placed = self.originals.gradient_targets, self.views.placed
-        gradients = Gradients(self, self.layout, self.dtypes, targets, self.keeper, placed)
-        before: Gradients | None = getattr(self, "gradients", None)
-        if before is not None:
-            # What the user set, before parameters had memory or another dtype.
-            gradients.scale, gradients.fills_unused = before.scale, before.fills_unused
-        return gradients
-
-    @override
-    def local(self, slot: int) -> nn.Parameter:
-        return self.views.locals[slot]
-
-    @override
-    def flatten(self) -> list[nn.Parameter]:
-        """One 1-D parameter over the whole master; the parameters themselves where some are parts of larger tensors.
-
-        Gradients arrive there from now on.
-
-        Raises StateError: a parameter has a gradient already, or only some of them are trained.
-        """
-        if any(each.part is not None for each in self.parameters):
-            # No placement tells which of its elements other ranks of their mesh have, too.
-            return list(self.originals.tensors)
-        if self.flat is None:
-            self.require_values("flat_parameters()")
-            numel = self.layout.shard_numel * self.layout.world_size
-            spec = self.placed.flat_spec(numel, self.master.dtype)
-            self.flat = FlatParameter(self.originals, self.master, spec, self.views.placed, self._name_of)
-            self._take_gradient_dtype([self.flat.parameter])
-            self.gradients.set_targets([self.flat.gradient_target])
-        return [self.flat.parameter]
-
-    def _name_of(self, slot: int | None) -> str:
-        what = f"unit '{self.name}'" if slot is None else f"'{self.parameters[slot].names[0]}'"
-        return f"{what} on rank {self.ranks.world.rank}"
-
-    @override
-    def adopt_changes(self) -> None:
-        if self.views.changed:
-            self.take_over()
-        if self.keeps_whole:
-            self.refuse_lost_writes()
-            self.conceal()
-        if self.is_elsewhere:
-            self.require_values("A forward")
-        super().adopt_changes()
-
-    def take_over(self) -> None:
-        """Let parameters that were moved, cast, replaced or given memory since then be those of the unit."""
-        if self.views.changed and self not in self.root.unsharded:
-            if self.prepared and self.bindings.shown is Shown.VIEWS:
-                self._conceal_replaced()
-            self.outdate()
-            self.views.take_over()
-            if self.prepared:
-                self.follow_requires_grad()
-
-    def _conceal_replaced(self) -> None:
-        """Conceal, and raise where modules held others than the whole parameters that the unit put there.
-
-        Raises:
-            ParameterChangedError: naming one.
-        """
-        replaced = self.views.replaced
-        self.conceal()
-        if replaced is not None:
-            raise ParameterChangedError(
-                f"'{replaced}' was replaced while it was whole (rank {self.ranks.world.rank}), and is what it was "
-                "before again. Replace it behind reshard(), by a DTensor that lies as it does."
-            )
-
-    def parameters_replaced(self) -> None:
-        """Other objects are the parameters now."""
-        self._be_found()
-        if self.root.registrations is not None:
-            self.root.registrations.parameters_replaced()
-        if self.prepared:
-            self._bind(self.buffer)
-        if self.flat is None:
-            self.gradients.set_targets(self.views.gradient_targets)
-        else:
-            self.flat.show_gradients()
-
-    def _be_found(self) -> None:
-        """Let functions of torch's and ours that are given the parameters find them."""
-        live_roots.add(self.root)
-
-    @property
-    def belongs_on(self) -> torch.device:
-        """The device of the parameters between steps."""
-        return torch.device("cpu") if self.parks else self.spec.device
-
-    @property
-    def lacks_values(self) -> bool:
-        """Whether parameters are on the meta device."""
-        return self.master.is_meta
-
-    def require_values(self, call: str) -> None:
-        """Raise unless ``call`` can read the parameters.
-
-        Raises:
-            StateError: they are on the meta device.
-            DeviceError: they were moved elsewhere, and not back yet.
-        """
-        if self.lacks_values and self.spec.device.type != "meta":
-            names = [parameter.names[0] for parameter in self.parameters if parameter.original.is_meta]
-            raise StateError(
-                f"{self.placed.called} should be materialized from meta device before training, but the following were "
-                f"still on meta device: {names}\n{call} needs their values (rank {self.ranks.world.rank}): call "
-                "to_empty(device=...) on the model, and then what initialises it, or load_state_dict(assign=True)."
-            )
-        self.refuse_elsewhere(_torch_private.local_tensor(self.views.tensors[0]).device)
-
-    def refuse_elsewhere(self, device: torch.device) -> None:
-        """Raise DeviceError unless ``device``, where the parameters are, is where they belong."""
-        wanted = self.belongs_on
-        if device != wanted:
-            names = [(parameter.names[0], device) for parameter in self.parameters]
-            raise DeviceError(
-                f"Found following parameters on non-{wanted.type.upper()} device: {names} (rank "
-                f"{self.ranks.world.rank}). Move the module to {wanted}."
-            )
-
-    def rehome(self, master: torch.Tensor) -> None:
-        """Let ``master`` (``[shard_numel]``), of whatever dtype and device, be the master from now on.
-
-        Raises:
-            StateError: gradients wait to be reduced, or an optimizer holds a flat parameter over the master of before.
-        """
-        if self.flat is not None:
-            raise StateError(
-                f"The parameters of '{self.name}' cannot become {master.dtype} on {master.device} behind "
-                f"polyshard.flat_parameters, which are over what was there before (rank {self.ranks.world.rank}). Move "
-                "or cast the model first."
-            )
-        if self.packed and master.dtype != self.master.dtype:
-            raise ParameterChangedError(
-                f"'{self.parameters[0].names[0]}' is a {self.packed[0].cls.__name__} of bytes with a meaning, and was "
-                f"cast from {self.master.dtype} to {master.dtype} (rank {self.ranks.world.rank}). Cast the model "
-                "before it is quantized, or its other parameters alone."
-            )
-        if self.gradients.unreduced:
-            raise StateError(
-                f"The parameters of '{self.name}' cannot become {master.dtype} on {master.device} while gradients wait "
-                f"to be reduced (rank {self.ranks.world.rank}). Move or cast the model after a backward that reduces "
-                "them, or after zero_grad()."
-            )
-        self.spec = dataclasses.replace(self.spec, master_dtype=master.dtype)
-        self.dtypes = dtypes_of(self.caster, self.spec, self.ranks.world.rank, packed=bool(self.packed))
-        self._use_master(self.offload.place(self.spec, master) if self.parks else master)
-        self._be_found()
+    def _make_held(self) -> PlacedParameters:
+        return PlacedParameters(self, getattr(self, "held", None))
 
 
-class PlacedParameters(MasterViews):
-    """The parameters of one unit: ``DTensor`` for modules and optimizers, and plain ones over the same memory."""
+class PlacedParameters(HeldParameters):
+    """The parameters of one unit: ``DTensor`` for modules and optimizers, and plain ones over the same memory.
 
+    What a user sees of them:
+
+    - Outside of compute modules hold ``DTensor`` parameters over this rank's elements, whose gradients are ``DTensor``.
+      Other modules' forwards see these too.
+    - Parameters may be on the meta device, and be moved and cast, until the first forward.
+    """
+
+    _unit: PlacedUnit
     _addresses: Sequence[int] = ()
 
-    def __init__(self, unit: PlacedUnit) -> None:
-        self._unit = unit
+    def __init__(self, unit: PlacedUnit, before: PlacedParameters | None) -> None:
+        """``before``: those over the master of before; None where there is none."""
+        super().__init__(unit)
+        #: Whether the parameters are not where they belong: asked in each forward.
+        self.is_elsewhere = unit.master.device != self.belongs_on
         self._dtensor = _torch_private.dtensor_maker()
         self._pieces = {piece.slot: piece for piece in unit.pieces}
         self._views: list[torch.Tensor] = []
         #: Plain parameters over this rank's elements, ``(rows, ...)``.
         self.locals: list[nn.Parameter] = []
-        previous = getattr(unit, "originals", None)
         for index, parameter in enumerate(unit.parameters):
             view = self._part(index)
             original = parameter.original
-            if isinstance(previous, PlacedParameters):
-                self.locals.append(previous.locals[index])
-                before = _torch_private.local_tensor(original)
-                if before is not view and not view.is_meta:
-                    view.copy_(before.detach())
+            if before is not None:
+                self.locals.append(before.locals[index])
+                local = _torch_private.local_tensor(original)
+                if local is not view and not view.is_meta:
+                    view.copy_(local.detach())
             else:
                 self.locals.append(nn.Parameter(view, requires_grad=original.requires_grad))
                 self._replace(index, parameter, view)
@@ -325,10 +159,49 @@ class PlacedParameters(MasterViews):
         part = part_of_master(unit.master, slot, piece, whole=unit.ranks.owner is None)
         return _torch_private.over_own_storage(part)
 
+    @override
     def placed(self, index: int | None, local: torch.Tensor) -> DTensor:
         """The whole of which ``local`` is this rank's part, placed as the parameter at ``index``; None: a flat one."""
-        flat = self._unit.flat
+        flat = self.flat
         return self._dtensor(local, flat.spec if index is None and flat is not None else self._specs[index or 0])
+
+    @override
+    def use_leaves(self, leaves: Sequence[torch.Tensor]) -> None:
+        unit = self._unit
+        whole = [(leaf, each.names[0]) for leaf, each in zip(leaves, unit.parameters, strict=True)]
+        rank = f"rank {unit.ranks.world.rank}"
+        replaced_parameters.add(whole, "a DTensor of this rank's part", rank, ", and behind reshard()")
+        super().use_leaves(leaves)
+
+    @override
+    def local(self, slot: int) -> nn.Parameter:
+        return self.locals[slot]
+
+    @override
+    def flatten(self) -> list[nn.Parameter]:
+        """One 1-D parameter over the whole master; the parameters themselves where some are parts of larger tensors.
+
+        Gradients arrive there from now on.
+
+        Raises StateError: a parameter has a gradient already, or only some of them are trained.
+        """
+        unit = self._unit
+        if any(each.part is not None for each in unit.parameters):
+            # No placement tells which of its elements other ranks of their mesh have, too.
+            return list(self.tensors)
+        if self.flat is None:
+            self.require_values("flat_parameters()")
+            numel = unit.layout.shard_numel * unit.layout.world_size
+            spec = unit.placed.flat_spec(numel, unit.master.dtype)
+            self.flat = FlatParameter(self, unit.master, spec, self.placed, self._name_of)
+            unit.take_gradient_dtype([self.flat.parameter])
+            unit.gradients.set_targets([self.flat.gradient_target])
+        return [self.flat.parameter]
+
+    def _name_of(self, slot: int | None) -> str:
+        unit = self._unit
+        what = f"unit '{unit.name}'" if slot is None else f"'{unit.parameters[slot].names[0]}'"
+        return f"{what} on rank {unit.ranks.world.rank}"
 
     @property
     @override
@@ -351,7 +224,7 @@ class PlacedParameters(MasterViews):
     @override
     def versions(self) -> Sequence[int]:
         # A DTensor has one of its own, which operations on it move, and that of its local tensor stays.
-        flat = self._unit.flat
+        flat = self.flat
         beside = () if flat is None else (flat.parameter, flat.local)
         return [each._version for each in (*self.tensors, *self._views, *self.locals, *beside)]
 
@@ -376,9 +249,9 @@ class PlacedParameters(MasterViews):
     @property
     def exchanged(self) -> bool:
         """Whether a parameter has another local tensor, or modules hold another object, than the unit put there."""
-        unit = self._unit
         # Asked in each forward and backward, mostly while modules hold the parameters.
-        shown = self._shown if unit.prepared and unit.bindings.shown is Shown.VIEWS else self._held
+        gathered = self._unit.gathered
+        shown = self._shown if gathered.prepared and gathered.bindings.shown is Shown.VIEWS else self._held
         return not (
             all(map(is_, map(_torch_private.local_tensor, self.tensors), self._views))
             and all(map(is_, map(dict.get, self._holders, self._keys), shown))
@@ -395,20 +268,66 @@ class PlacedParameters(MasterViews):
     @property
     def _shown(self) -> Sequence[torch.Tensor]:
         """What the unit put into modules: parameters, or the whole ones that were gathered."""
-        unit = self._unit
+        gathered = self._unit.gathered
         # Before the first gather there are no bindings.
-        if not unit.prepared or unit.bindings.shown is not Shown.VIEWS:
+        if not gathered.prepared or gathered.bindings.shown is not Shown.VIEWS:
             return self._held
-        return [unit.leaves[slot] for slot in self._slots]
+        return [gathered.leaves[slot] for slot in self._slots]
+
+    @override
+    def adopt_changes(self) -> None:
+        unit, gathered = self._unit, self._unit.gathered
+        if self.changed:
+            self.take_over()
+            if unit.held is not self:
+                # Over another master now.
+                unit.held.adopt_changes()
+                return
+        if unit.keeps_whole:
+            gathered.refuse_lost_writes()
+            gathered.conceal()
+        elif gathered.fresh is Fresh.AHEAD:
+            # Modules may hold views, which are no changes.
+            gathered.conceal()
+        if self.is_elsewhere:
+            self.require_values("A forward")
+        if self.flat is not None:
+            self.flat.adopt_changes()
+        if self.retrained() and gathered.prepared:
+            self.follow_requires_grad()
 
     def take_over(self) -> None:
-        """Take over what was moved, cast, replaced or given memory.
+        """Let parameters that were moved, cast, replaced or given memory since then be those of the unit.
 
         Raises:
             ParameterChangedError: a parameter is gone, has another shape, or lies otherwise; or some of one unit have
-                another dtype or device than others.
+                another dtype or device than others; or one was replaced while it was whole.
             DeviceError: they are offloaded, and not in host memory.
         """
+        unit = self._unit
+        if self.changed and unit not in unit.root.unsharded:
+            if unit.gathered.prepared and unit.gathered.bindings.shown is Shown.VIEWS:
+                self._conceal_replaced()
+            unit.retention.outdate()
+            self._take_over()
+            if unit.gathered.prepared:
+                unit.held.follow_requires_grad()
+
+    def _conceal_replaced(self) -> None:
+        """Conceal, and raise where modules held others than the whole parameters that the unit put there.
+
+        Raises:
+            ParameterChangedError: naming one.
+        """
+        replaced = self.replaced
+        self._unit.gathered.conceal()
+        if replaced is not None:
+            raise ParameterChangedError(
+                f"'{replaced}' was replaced while it was whole (rank {self._unit.ranks.world.rank}), and is what it "
+                "was before again. Replace it behind reshard(), by a DTensor that lies as it does."
+            )
+
+    def _take_over(self) -> None:
         unit = self._unit
         replaced = [index for index, each in enumerate(unit.parameters) if self._take_replacement(index, each)]
         for parameter in unit.parameters:
@@ -418,7 +337,15 @@ class PlacedParameters(MasterViews):
         if replaced:
             self.tensors = [parameter.original for parameter in unit.parameters]
             self._find_sites()
-            unit.parameters_replaced()
+            self._be_found()
+            if unit.root.registrations is not None:
+                unit.root.registrations.parameters_replaced()
+            if unit.gathered.prepared:
+                unit.gathered.bind(unit.gathered.buffer)
+            if self.flat is None:
+                unit.gradients.set_targets(self.gradient_targets)
+            else:
+                self.flat.show_gradients()
         found = [_torch_private.local_tensor(placed).detach() for placed in self.tensors]
         if any(local.is_meta for local in found):
             return
@@ -435,9 +362,80 @@ class PlacedParameters(MasterViews):
         ((dtype, device),) = kinds
         if unit.parks:
             # What offloads keeps the master where it belongs.
-            unit.refuse_elsewhere(device)
+            self.refuse_elsewhere(device)
         with torch.no_grad():
             self._take_values(found, dtype, device)
+
+    def _be_found(self) -> None:
+        """Let functions of torch's and ours that are given the parameters find them."""
+        live_roots.add(self._unit.root)
+
+    @property
+    def belongs_on(self) -> torch.device:
+        """The device of the parameters between steps."""
+        return torch.device("cpu") if self._unit.parks else self._unit.spec.device
+
+    @property
+    def lacks_values(self) -> bool:
+        """Whether parameters are on the meta device."""
+        return self._unit.master.is_meta
+
+    def require_values(self, call: str) -> None:
+        """Raise unless ``call`` can read the parameters.
+
+        Raises:
+            StateError: they are on the meta device.
+            DeviceError: they were moved elsewhere, and not back yet.
+        """
+        unit = self._unit
+        if self.lacks_values and unit.spec.device.type != "meta":
+            names = [parameter.names[0] for parameter in unit.parameters if parameter.original.is_meta]
+            raise StateError(
+                f"{unit.placed.called} should be materialized from meta device before training, but the following were "
+                f"still on meta device: {names}\n{call} needs their values (rank {unit.ranks.world.rank}): call "
+                "to_empty(device=...) on the model, and then what initialises it, or load_state_dict(assign=True)."
+            )
+        self.refuse_elsewhere(_torch_private.local_tensor(self.tensors[0]).device)
+
+    def refuse_elsewhere(self, device: torch.device) -> None:
+        """Raise DeviceError unless ``device``, where the parameters are, is where they belong."""
+        wanted = self.belongs_on
+        if device != wanted:
+            names = [(parameter.names[0], device) for parameter in self._unit.parameters]
+            raise DeviceError(
+                f"Found following parameters on non-{wanted.type.upper()} device: {names} (rank "
+                f"{self._unit.ranks.world.rank}). Move the module to {wanted}."
+            )
+
+    def rehome(self, master: torch.Tensor) -> None:
+        """Let ``master`` (``[shard_numel]``), of whatever dtype and device, be the master from now on.
+
+        Raises:
+            StateError: gradients wait to be reduced, or an optimizer holds a flat parameter over the master of before.
+        """
+        unit = self._unit
+        if self.flat is not None:
+            raise StateError(
+                f"The parameters of '{unit.name}' cannot become {master.dtype} on {master.device} behind "
+                f"polyshard.flat_parameters, which are over what was there before (rank {unit.ranks.world.rank}). Move "
+                "or cast the model first."
+            )
+        if unit.packed and master.dtype != unit.master.dtype:
+            raise ParameterChangedError(
+                f"'{unit.parameters[0].names[0]}' is a {unit.packed[0].cls.__name__} of bytes with a meaning, and was "
+                f"cast from {unit.master.dtype} to {master.dtype} (rank {unit.ranks.world.rank}). Cast the model "
+                "before it is quantized, or its other parameters alone."
+            )
+        if unit.gradients.unreduced:
+            raise StateError(
+                f"The parameters of '{unit.name}' cannot become {master.dtype} on {master.device} while gradients wait "
+                f"to be reduced (rank {unit.ranks.world.rank}). Move or cast the model after a backward that reduces "
+                "them, or after zero_grad()."
+            )
+        unit.spec = dataclasses.replace(unit.spec, master_dtype=master.dtype)
+        unit.dtypes = dtypes_of(unit.caster, unit.spec, unit.ranks.world.rank, packed=bool(unit.packed))
+        unit.use_master(unit.offload.place(unit.spec, master) if unit.parks else master)
+        self._be_found()
 
     def _take_values(self, found: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
         unit = self._unit
@@ -445,7 +443,7 @@ class PlacedParameters(MasterViews):
             if device.type == "cpu" != unit.spec.device.type:
                 # What moved them may not have waited.
                 torch.accelerator.current_stream(unit.spec.device).synchronize()
-            unit.rehome(torch.zeros(unit.layout.shard_numel, dtype=dtype, device=device))
+            self.rehome(torch.zeros(unit.layout.shard_numel, dtype=dtype, device=device))
             return
         for index, local in enumerate(found):
             part = self._part(index)
@@ -490,10 +488,6 @@ class PlacedParameters(MasterViews):
         return True
 
     @override
-    def adopt_changes(self) -> bool:
-        return self.retrained()
-
-    @override
     def retrained(self) -> bool:
         trained = list(map(_is_trained, self.tensors))
         changed = trained != self._trained
@@ -514,21 +508,25 @@ class PlacedParameters(MasterViews):
         return self.retrained()
 
     @override
-    def refuse_changes(self, *, held: bool) -> None:
-        """Raise for parameters replaced between forward and backward: autograd has saved the old ones.
+    def refuse_changes(self) -> None:
+        """Raise for parameters replaced or written to between forward and backward: autograd has saved the old ones.
 
         Raises:
             ParameterMovedError: naming the parameter.
+            ParameterChangedError: whole ones were written to.
         """
-        if not self.exchanged:
-            return
-        lies = map(is_, map(_torch_private.local_tensor, self.tensors), self._views)
-        moved = next((slot for slot, same in enumerate(lies) if not same), None)
-        name = self.replaced if moved is None else self._unit.parameters[moved].names[0]
-        raise ParameterMovedError(
-            f"Parameters cannot be changed between forward and backward: '{name}' was replaced on rank "
-            f"{self._unit.ranks.world.rank}. Replace it before the forward or after the backward."
-        )
+        self._unit.gathered.refuse_lost_writes()
+        if self.exchanged:
+            lies = map(is_, map(_torch_private.local_tensor, self.tensors), self._views)
+            moved = next((slot for slot, same in enumerate(lies) if not same), None)
+            name = self.replaced if moved is None else self._unit.parameters[moved].names[0]
+            raise ParameterMovedError(
+                f"Parameters cannot be changed between forward and backward: '{name}' was replaced on rank "
+                f"{self._unit.ranks.world.rank}. Replace it before the forward or after the backward."
+            )
+        # Autograd asks a leaf whether it wants its gradient when that arrives.
+        if self.retrained():
+            self.follow_requires_grad()
 
 
 def keep_attributes(placed: nn.Parameter, attributes: Mapping[str, Any], without: Collection[str] = ()) -> None:

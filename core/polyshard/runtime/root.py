@@ -278,16 +278,18 @@ class Root:
         refuse_unseen_gradients(self)
         self.adopt_changes()
         for unit in self.units:
-            if not unit.prepared:
-                unit.prepare()
-            unit.expire()
+            if not unit.gathered.prepared:
+                unit.gathered.prepare()
+            unit.retention.expire()
+            if unit.gradients.places or unit.gradients.input.claimed:
+                unit.gradients.drop_unreduced()
         self.phase = Phase.FORWARD
         self._thread = threading.get_ident()
         self.outdated = self.unfollowed = False
         self.active = outermost
         self.forward_record = ForwardRecord(outermost, module, torch.is_grad_enabled())
         for unit in self.units:
-            unit.conceal()
+            unit.gathered.conceal()
         self.begin_gathers()
         self.execution_order.begin_forward()
         # Not where gathers begin: a CUDA graph that replays begins some, and measures nothing.
@@ -325,10 +327,10 @@ class Root:
             if looks is not None:
                 for unit in self.units:
                     # Views of what was gathered ahead are no changes.
-                    unit.hide()
+                    unit.gathered.hide()
                 looks.refuse_ties()
             for unit in self.units:
-                unit.adopt_changes()
+                unit.held.adopt_changes()
             if looks is not None:
                 looks.refuse_new(trains=torch.is_grad_enabled() if trains is None else trains, anew=all_modules)
         except PolyshardError as error:
@@ -405,7 +407,7 @@ class Root:
             leaf.requires_grad and _torch_private.will_accumulate(leaf)
             for module_state in reversed(self.module_states)
             for unit in module_state.units
-            for leaf in unit.leaves
+            for leaf in unit.gathered.leaves
         )
         if self.backward.accumulates:
             refuse_replaced(self)
@@ -423,7 +425,7 @@ class Root:
         """
         if not self.runs_here:
             return
-        pending = [unit for unit in self.units if unit.pending]
+        pending = [unit for unit in self.units if unit.gathered.pending]
         if not pending:
             return
         try:
@@ -530,7 +532,7 @@ class Root:
     def outdate(self) -> None:
         """Masters get other values: gather what backwards left whole for later forwards again at its next use."""
         for unit in self.units:
-            unit.outdate()
+            unit.retention.outdate()
 
     def _decide_budget(self) -> None:
         decides = self.last_backward and self.synchronises and self.backward.accumulates
@@ -573,7 +575,7 @@ class Root:
         for module_state in self.module_states:
             module_state.reset()
             for unit in module_state.units:
-                unit.reshard()
+                unit.gathered.reshard()
                 unit.reduced = False
                 unit.discard_gradients()
 
@@ -593,7 +595,7 @@ class Root:
             return
         if self.active is None:
             for unit in self.units:
-                unit.conceal()
+                unit.gathered.conceal()
         if not _torch_private.when_backward_raises(self.recorder.post_error):
             self.recorder.post_error(StateError(f"A backward raised on rank {self.rank}, whose output has the error."))
 
@@ -651,4 +653,4 @@ class Root:
     def gathered(self) -> tuple[str, ...]:
         """Names of the units whose parameters are gathered, or on their way."""
         there = (UnitState.GATHERING, UnitState.UNSHARDED)
-        return tuple(u.name for u in self.units if not u.permanent and u.state in there)
+        return tuple(u.name for u in self.units if not u.permanent and u.gathered.state in there)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .unit import Unit
 
 
 class Phase(enum.Enum):
@@ -132,3 +137,83 @@ class BackwardState(enum.Enum):
     """Its parameters are whole, and its gradients are being computed."""
     POST_BACKWARD = "post-backward"
     """Its parameters are released, and its gradients on their way."""
+
+
+class Retention:
+    """The policy of release of one unit. It leads ``GatheredParameters.fresh`` from one value to the next."""
+
+    def __init__(self, unit: Unit, policy: Reshard) -> None:
+        self._unit = unit
+        #: Whether forwards release the parameters.
+        self.policy = policy
+        # Whether no optimizer stepped behind the last backward; the versions of parameters when a forward began last.
+        self._outlives = False
+        self._versions: Sequence[int] = ()
+
+    def releases(self, turns: bool) -> bool:
+        """Whether a forward releases the parameters; ``turns``: its backward is expected to follow at once."""
+        policy = self.policy
+        return policy is Reshard.ALWAYS or policy is Reshard.PARTLY or (policy is Reshard.UNLESS_TURNING and not turns)
+
+    def keep(self) -> None:
+        """Keep the parameters for this rank's recomputation, where the ranks' common order releases them."""
+        if self._hide_whole():
+            gathered = self._unit.gathered
+            gathered.wait()
+            gathered.fresh = Fresh.ALONE
+
+    def retain(self) -> None:
+        """Keep the parameters whole for later forwards, until an optimizer steps."""
+        if self._hide_whole():
+            gathered = self._unit.gathered
+            self._unit.root.awaits_optimizer = True
+            if not gathered.fresh.due:
+                gathered.fresh = Fresh.RETAINED
+
+    def _hide_whole(self) -> bool:
+        """Hide, and keep no part; returns whether there are gathered parameters."""
+        gathered = self._unit.gathered
+        gathered.hide()
+        if gathered.state is UnitState.SHARDED_POST_FORWARD:
+            gathered.drop_secondary()
+        return not (self._unit.permanent or gathered.state is UnitState.SHARDED)
+
+    def outlive(self) -> None:
+        """A backward ended: what is left of its parameters serves the next forward too, unless an optimizer steps."""
+        self._outlives = self._unit.root.awaits_optimizer = True
+
+    def outdate(self) -> None:
+        """The master gets other values: parameters that are retained, or kept in part, are gathered again at their next
+        use."""
+        gathered = self._unit.gathered
+        if gathered.prepared and gathered.shards.masters is not None:
+            gathered.shards.masters.current = False
+        if gathered.fresh is Fresh.RETAINED:
+            gathered.refuse_lost_writes()
+            gathered.fresh = Fresh.NOT
+            gathered.conceal()
+        elif gathered.state is UnitState.SHARDED_POST_FORWARD:
+            gathered.drop_secondary()
+
+    def expire(self) -> None:
+        """A new step begins: parameters that stayed gathered may be older than the master, and are gathered again."""
+        unit, gathered = self._unit, self._unit.gathered
+        module_state = unit.module_state
+        chosen = gathered.shards.masters is not None or not module_state.releases_by_default
+        if chosen or not module_state.releases_after_backward:
+            # What programs write to parameters between backwards is seen by the counters of these. Not by them is seen
+            # what ``.data`` hides, as in updates that are written by hand: these have no optimizer, or no backward.
+            before, self._versions = self._versions, unit.held.versions
+            # An optimizer in the backward steps over what has gradients on this rank, and other ranks may gather.
+            lasts = self._outlives and unit.root.stepped and unit.root.backward_step is None
+            self._outlives = False
+            if before != self._versions or (chosen and not lasts):
+                self.outdate()
+        if unit.permanent:
+            gathered.places.clear()
+        elif gathered.fresh is Fresh.AHEAD:
+            gathered.fresh = Fresh.NOW
+        elif gathered.fresh is not Fresh.RETAINED:
+            if gathered.state is UnitState.SHARDED_POST_FORWARD:
+                gathered.drop_secondary()
+            gathered.fresh = Fresh.NOT

@@ -195,7 +195,7 @@ class HostStreams(CommStreams):
             del self._gathers[buffer]
         self._end(batch.works, batch.issued)
         for other, _ in waiting:
-            if other.observers:
+            if other.unit.observers:
                 end_gather(other)
 
     @override

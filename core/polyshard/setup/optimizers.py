@@ -90,7 +90,7 @@ def _cut(unit: PlacedUnit, index: int, value: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     held: Any = unit.parameters[index].original
-    own = own_rows_of(unit, index, local_of(value) if is_dtensor(value) else value).to(unit.views.locals[index].device)
+    own = own_rows_of(unit, index, local_of(value) if is_dtensor(value) else value).to(unit.held.locals[index].device)
     return DTensor.from_local(
         own, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
     )
