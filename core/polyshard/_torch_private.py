@@ -348,18 +348,6 @@ def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
 
 
-def on_gradient(tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
-    """Call ``hook`` in backward before the node that made ``tensor`` runs. What it returns takes the gradients' place.
-
-    On the node where there is one: ``Tensor.register_hook`` takes eight times as long.
-    """
-    node = tensor.grad_fn
-    if node is not None:
-        node.register_prehook(hook)
-    else:
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-
 # Gives a tensor back, with a node of autograd's behind the one that it had. Around it in Python it takes longer.
 _lift: Callable[[torch.Tensor], torch.Tensor] = torch.ops.aten.lift.default._op
 

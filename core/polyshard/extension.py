@@ -35,16 +35,14 @@ from .planning.plan import (
     refuse_embedding,
 )
 from .planning.values import send_from_first
-from .runtime.bindings import Bindings, Shown, Swap
 from .runtime.boundary import watch_output
 from .runtime.buffers import FlatBuffer, piece_in, view_of
-from .runtime.gathered import GatheredParameters, unshard_due
+from .runtime.gathered import GatheredParameters, refuse_escape, unshard_due
 from .runtime.gradients import Gradients
-from .runtime.guards import refuse_escape
 from .runtime.hooks import ForwardHooks, output_hook
 from .runtime.module_state import ModuleState
 from .runtime.order import ExecutionOrder
-from .runtime.parameters import GradientTarget, HeldParameters, become, part_of_master
+from .runtime.parameters import Bindings, GradientTarget, HeldParameters, Shown, Swap, become, part_of_master
 from .runtime.placed import PlacedUnit
 from .runtime.reduce import Contribution, Copies, ReductionInput
 from .runtime.replaced import replaced_parameters

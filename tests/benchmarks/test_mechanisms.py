@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from polyshard.planning import thresholds
-from polyshard.runtime.bindings import LazyParameters
+from polyshard.runtime.parameters import LazyParameters
 from torch import nn
 
 

@@ -74,7 +74,7 @@ def memory_report(root: Root) -> MemoryReport:
     units = list(root.units)
     module_states = (root.module_states[0], root.execution_order.turning)
     turning = {unit for module_state in module_states if module_state is not None for unit in module_state.units}
-    kept = [u for u in units if not u.permanent and not u.retention.releases(u in turning)]
+    kept = [u for u in units if not u.permanent and not u.retention.policy.releases[u in turning]]
     # A module state gathers its units together.
     waits = [
         sum(u.gathered.nbytes for u in module_state.units if not u.permanent and u not in kept)

@@ -212,7 +212,7 @@ class ShardedModel:
             return ()
         gather = inner.ranks.gather or unit.shard
         # The backward of the outermost module follows its forward at once.
-        if not inner.retention.releases(inner in self._root.module_states[0].units):
+        if not inner.retention.policy.releases[inner in self._root.module_states[0].units]:
             return (gather,)
         among = inner.neighbours if inner.retention.policy is Reshard.PARTLY else None
         return gather, among or gather

@@ -9,7 +9,7 @@ each is released like any unit.
 
 Nobody asked for a split module, so it may not change what a forward may do. Where its parameters are used outside of
 its own forward (``F.linear(x, self.head.weight)``) its units go back to its parent for good, which
-``runtime/bindings.py`` notices. A module that some ranks run and others do not cannot be undone so: the others never
+``runtime/parameters.py`` notices. A module that some ranks run and others do not cannot be undone so: the others never
 gather it. Several large modules on one side, such as heads for several tasks, make that likely, and none is split off.
 """
 

@@ -34,9 +34,9 @@ from ..planning.extensions import (
 from ..planning.layout import contiguous_stride, product
 from ..planning.parts import is_dtensor
 from ..planning.plan import ManagedParameter
-from .bindings import Shown
 from .buffers import FlatBuffer
 from .gathered import GatheredParameters
+from .parameters import Shown
 from .placed import PlacedParameters, PlacedUnit
 
 _is_meta = attrgetter("is_meta")

@@ -25,9 +25,9 @@ from ..interfaces import SLICE_ALIGNMENT_BYTES, LinearForm
 from ..planning import thresholds
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
-from .bindings import Shown, Swap
 from .buffers import FlatBuffer, slices_of
 from .direct import Direct
+from .parameters import Shown, Swap
 
 #: Attribute of a linear layer under which its ``FormedWeight`` stands while it computes, and None otherwise.
 _FORMED = "_polyshard_formed"

@@ -11,31 +11,37 @@ saved past autograd: attributes of a ``ctx``, tensors packed by ``saved_tensors_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 
 from .. import _torch_private
-from ..errors import CollectiveError, ParameterChangedError, ParameterMovedError
+from ..errors import CollectiveError, ParameterChangedError, ParameterMovedError, UnshardedUseError
 from ..interfaces import Collectives, UnitEvent, UnitOperation
+from ..nested import iter_hidden_tensors, iter_tensors
 from ..planning.launches import alike
 from ..planning.plan import ManagedParameter
-from .bindings import Bindings, Shown, Swap, lazily
 from .buffers import FlatBuffer, SecondaryShard, shard_in, slices_of
 from .direct import write_directly
 from .formed import FormBuffer, compute_with_forms
 from .gather import Masters, Source
+from .parameters import Bindings, Shown, Swap, lazily
 from .peers import Audit
 from .states import Fresh, Phase, UnitState
 
 if TYPE_CHECKING:
+    from .module_state import ModuleState
     from .unit import Unit
 
 gradient_of = attrgetter("grad")
+_units_of = attrgetter("units")
+_is_due = attrgetter("gathered.fresh.due")
+_address_of = torch.Tensor.data_ptr
 
 _RELEASED = (UnitState.SHARDED, UnitState.SHARDED_POST_FORWARD)
 
@@ -402,6 +408,30 @@ class GatheredParameters:
         self.source = self.shards
         self.state = UnitState.SHARDED
 
+    def refuse_moved_views(self) -> None:
+        """Raise ParameterMovedError where a forward gave a leaf memory of its own, which later gathers would not reach.
+
+        The parameter is as it was before then. For leaves of packed classes.
+        """
+        unit, leaves, views = self.unit, self.leaves, self.buffer.views
+        if not self.buffer.attached:
+            return
+        with _torch_private.without_torch_function():
+            addresses, wanted = list(map(_address_of, leaves)), list(map(_address_of, views))
+            if addresses == wanted:
+                return
+            moved = [index for index, address in enumerate(addresses) if address != wanted[index]]
+            for index in moved:
+                leaves[index].data = views[index].data
+                unit.packed[index].restore()
+        parameter = unit.parameters[moved[0]]
+        raise ParameterMovedError(
+            f"The forward of a {type(parameter.sites[0][0]).__name__} gave '{parameter.names[0]}' memory of its own "
+            f"(rank {unit.ranks.world.rank}), which would stay whole on this rank. Let it compute with the parameter "
+            "as it is. Linear4bit of bitsandbytes does this in eval mode on CPUs with AVX512-BF16: set "
+            "support_avx512bf16_for_cpu = False on each."
+        )
+
     def give_up_gather(self) -> None:
         """Release the memory of a gather that could not be issued."""
         if self.state in _RELEASED:
@@ -421,6 +451,40 @@ def _set_to_itself(leaf: ref[torch.Tensor], parameter: ManagedParameter, source:
             "reach that. Register parametrizations with a right_inverse before sharding."
         )
     return source
+
+
+def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool, kept: bool = False) -> None:
+    """Gather ``units``, order compute behind the gather, and let modules see whole parameters.
+
+    ``kept``: units that were kept for this recomputation are whole; other ranks do not gather them now.
+    """
+    for unit in units:
+        if unit.gathered.follows_mode:
+            unit.gathered.choose_buffer(training)
+    if kept or any(map(_is_due, units)):
+        unshard_due([unit for unit in units if unit.gathered.fresh is not Fresh.ALONE] if kept else units)
+    for unit in units:
+        unit.gathered.wait()
+        unit.gathered.show()
+        for observer in unit.observers:
+            observer(UnitEvent(UnitOperation.COMPUTE, unit.spec, backward=recomputes))
+
+
+def unshard_ahead(batches: Sequence[Sequence[ModuleState]]) -> None:
+    """Issue the gathers of ``batches``, each as one communication."""
+    for batch in batches:
+        # Most batches are on their way already.
+        for unit in batch[0].units:
+            if unit.gathered.fresh.due:
+                break
+        else:
+            continue
+        if len(batch) == 1:
+            unshard_due(batch[0].units)
+        else:
+            # A module state may come up twice in a batch.
+            units = dict.fromkeys(chain.from_iterable(map(_units_of, batch)))
+            unshard_together([unit.gathered for unit in units if unit.gathered.fresh.due])
 
 
 def unshard_due(units: Sequence[Unit]) -> None:
@@ -459,3 +523,36 @@ def unshard_together(due: Sequence[GatheredParameters]) -> None:
             each.drop_secondary()
         each.places.clear()
         each.state, each.fresh = UnitState.GATHERING, Fresh.NOW
+
+
+def refuse_escape(units: Iterable[Unit], output: Any, module: str) -> None:
+    """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
+
+    Raises UnshardedUseError: naming the parameter.
+    """
+    tensors: Sequence[torch.Tensor] | None = None
+    for unit in units:
+        gathered = unit.gathered
+        if unit.permanent or gathered.state is not UnitState.UNSHARDED:
+            continue
+        if tensors is None:
+            plain = isinstance(output, torch.Tensor)
+            tensors = (output,) if plain else (*iter_tensors(output), *iter_hidden_tensors(output))
+            if _torch_private.transforms_active():
+                tensors = [part for tensor in tensors for part in _torch_private.transformed_parts(tensor)]
+        for tensor in tensors:
+            if gathered.buffer.holds(tensor) and tensor.numel() and tensor.device == gathered.buffer.device:
+                raise UnshardedUseError(
+                    f"The forward of '{module or '(root)'}' returned memory of the parameter "
+                    f"'{_owner(gathered, tensor)}' on rank {unit.ranks.world.rank}, which is released when the forward "
+                    "ends. Return a clone, or compute with it inside the forward."
+                )
+
+
+def _owner(gathered: GatheredParameters, tensor: torch.Tensor) -> str:
+    unit, buffer = gathered.unit, gathered.buffer
+    offset = (tensor.data_ptr() - buffer.address) // buffer.flat.element_size()
+    for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+        if slot.offset <= offset < slot.end:
+            return parameter.names[0]
+    return unit.name

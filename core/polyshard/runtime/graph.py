@@ -19,7 +19,7 @@ from .unit import Unit
 
 _address_of = torch.Tensor.data_ptr
 _is_trained = attrgetter("requires_grad")
-_state_of = attrgetter("state")
+_state_of = attrgetter("gathered.state")
 _master_of = attrgetter("master")
 _waits = attrgetter("gradients.unreduced")
 

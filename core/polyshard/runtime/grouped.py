@@ -22,7 +22,7 @@ from torch import nn
 from typing_extensions import override
 
 from ..errors import StateError
-from .guards import refuse_escape
+from .gathered import refuse_escape
 from .hooks import ForwardHooks
 from .module_state import ModuleState
 from .root import Root
@@ -105,7 +105,7 @@ class GroupedHooks(ForwardHooks):
         state = self.module_state
         state.entered -= 1
         self._computed(False)
-        released = [unit for unit in state.units if unit.retention.releases(False)]
+        released = [unit for unit in state.units if unit.retention.policy.releases[False]]
         refuse_escape(released, output, state.name)
 
     @override

@@ -8,8 +8,7 @@ modules that moved, modules without parameters, new values under an old name, mo
 parameters. State keeps the names of when the model was sharded, so it refuses moved modules where a name would be
 another parameter's.
 
-``refuse_escape``: an output that lies in memory of a unit. ``refuse_moved_views``: a parameter that got other memory.
-The others: backwards whose gradients nobody would reduce, or of other values than the parameters'.
+The others refuse backwards whose gradients nobody would reduce, or of other values than the parameters'.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -32,11 +31,8 @@ from .. import _torch_private
 from ..errors import (
     AlreadyShardedError,
     ParameterChangedError,
-    ParameterMovedError,
     StateError,
-    UnshardedUseError,
 )
-from ..nested import iter_hidden_tensors, iter_tensors
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter
 from .module_state import ModuleState
 from .states import UnitState
@@ -44,8 +40,6 @@ from .unit import Unit
 
 if TYPE_CHECKING:
     from .root import Root
-
-_address_of = torch.Tensor.data_ptr
 
 
 class RegistrationGuard:
@@ -244,62 +238,6 @@ def _registered(module: nn.Module, name: str, value: object) -> None:
     guard = None if found is None else found()
     if guard is not None:
         guard.note()
-
-
-def refuse_escape(units: Iterable[Unit], output: Any, module: str) -> None:
-    """Raise if ``output`` lies in memory of ``units`` that is about to be released: reading it then is a crash.
-
-    Raises UnshardedUseError: naming the parameter.
-    """
-    tensors: Sequence[torch.Tensor] | None = None
-    for unit in units:
-        if unit.permanent or unit.gathered.state is not UnitState.UNSHARDED:
-            continue
-        if tensors is None:
-            plain = isinstance(output, torch.Tensor)
-            tensors = (output,) if plain else (*iter_tensors(output), *iter_hidden_tensors(output))
-            if _torch_private.transforms_active():
-                tensors = [part for tensor in tensors for part in _torch_private.transformed_parts(tensor)]
-        for tensor in tensors:
-            if unit.gathered.buffer.holds(tensor) and tensor.numel() and tensor.device == unit.gathered.buffer.device:
-                raise UnshardedUseError(
-                    f"The forward of '{module or '(root)'}' returned memory of the parameter '{_owner(unit, tensor)}' "
-                    f"on rank {unit.ranks.world.rank}, which is released when the forward ends. Return a clone, or "
-                    "compute with it inside the forward."
-                )
-
-
-def _owner(unit: Unit, tensor: torch.Tensor) -> str:
-    offset = (tensor.data_ptr() - unit.gathered.buffer.address) // unit.gathered.buffer.flat.element_size()
-    for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-        if slot.offset <= offset < slot.end:
-            return parameter.names[0]
-    return unit.name
-
-
-def refuse_moved_views(unit: Unit) -> None:
-    """Raise ParameterMovedError where a forward gave a leaf memory of its own, which later gathers would not reach.
-
-    The parameter is as it was before then.
-    """
-    if not unit.packed or not unit.gathered.buffer.attached:
-        return
-    leaves, views = unit.gathered.leaves, unit.gathered.buffer.views
-    with _torch_private.without_torch_function():
-        addresses, wanted = list(map(_address_of, leaves)), list(map(_address_of, views))
-        if addresses == wanted:
-            return
-        moved = [index for index, address in enumerate(addresses) if address != wanted[index]]
-        for index in moved:
-            leaves[index].data = views[index].data
-            unit.packed[index].restore()
-    parameter = unit.parameters[moved[0]]
-    raise ParameterMovedError(
-        f"The forward of a {type(parameter.sites[0][0]).__name__} gave '{parameter.names[0]}' memory of its own (rank "
-        f"{unit.ranks.world.rank}), which would stay whole on this rank. Let it compute with the parameter as it is. "
-        "Linear4bit of bitsandbytes does this in eval mode on CPUs with AVX512-BF16: set support_avx512bf16_for_cpu = "
-        "False on each."
-    )
 
 
 def refuse_differentiable_gradients(unit: Unit) -> None:

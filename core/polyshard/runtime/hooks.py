@@ -39,9 +39,9 @@ from ..nested import CopiedContainers, distinct_tensors
 from .activation_checkpoint import Checkpointed, Region, Running, may_have_backward, running
 from .backward import BackwardAction, ForwardRecord, Point
 from .boundary import Hook, adopt_in_place, exchanged, pass_through, pass_through_in, watch_output
-from .gathered import gradient_of
-from .guards import gradients_without_graph, refuse_escape, refuse_moved_views
-from .module_state import ModuleState, show_whole, unshard_ahead
+from .gathered import gradient_of, refuse_escape, show_whole, unshard_ahead
+from .guards import gradients_without_graph
+from .module_state import ModuleState
 from .root import Root
 from .states import BackwardState, Phase, Reshard
 
@@ -322,10 +322,10 @@ class ForwardHooks:
                 root.end_inner_backward()
             for observer in unit.observers:
                 observer(UnitEvent(UnitOperation.COMPUTE, unit.spec, begins=False))
-            stays = not unit.retention.releases(turns)
+            stays = not unit.retention.policy.releases[turns]
             try:
                 if unit.packed:
-                    refuse_moved_views(unit)
+                    unit.gathered.refuse_moved_views()
                 if not stays:
                     refuse_escape((unit,), output, module_state.name)
             except (ParameterMovedError, UnshardedUseError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
-from operator import attrgetter, is_not
+from itertools import repeat
+from operator import is_not
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 from weakref import WeakSet
 
@@ -20,7 +20,7 @@ from ..planning.groups import UnitRanks
 from ..planning.plan import ManagedParameter, modules_called, names_behind
 from .activation_checkpoint import may_have_backward
 from .backward import BackwardAction, ForwardRecord, Point
-from .gathered import unshard_due, unshard_together
+from .gathered import show_whole, unshard_ahead, unshard_due
 from .order import ExecutionOrder
 from .reduce import Contribution
 from .states import BackwardState, Fresh, Reshard, UnitState
@@ -28,9 +28,6 @@ from .unit import Unit
 
 if TYPE_CHECKING:
     from .root import Root
-
-_units_of = attrgetter("units")
-_is_due = attrgetter("gathered.fresh.due")
 
 
 class ModuleState:
@@ -176,7 +173,7 @@ class ModuleState:
     def reshard(self, turns: bool) -> None:
         """Release units behind a forward, as their policies say. ``turns``: the backward is expected at once."""
         for unit in self.units:
-            if not unit.retention.releases(turns):
+            if not unit.retention.policy.releases[turns]:
                 unit.gathered.hide()
             elif unit.retention.policy is Reshard.PARTLY and may_have_backward():
                 unit.gathered.reshard_post_forward()
@@ -398,40 +395,6 @@ class ModuleUse:
     """Whether any rank does."""
     everywhere: bool = False
     """Whether all do."""
-
-
-def show_whole(units: Sequence[Unit], training: bool, *, recomputes: bool, kept: bool = False) -> None:
-    """Gather ``units``, order compute behind the gather, and let modules see whole parameters.
-
-    ``kept``: units that were kept for this recomputation are whole; other ranks do not gather them now.
-    """
-    for unit in units:
-        if unit.gathered.follows_mode:
-            unit.gathered.choose_buffer(training)
-    if kept or any(map(_is_due, units)):
-        unshard_due([unit for unit in units if unit.gathered.fresh is not Fresh.ALONE] if kept else units)
-    for unit in units:
-        unit.gathered.wait()
-        unit.gathered.show()
-        for observer in unit.observers:
-            observer(UnitEvent(UnitOperation.COMPUTE, unit.spec, backward=recomputes))
-
-
-def unshard_ahead(batches: Sequence[Sequence[ModuleState]]) -> None:
-    """Issue the gathers of ``batches``, each as one communication."""
-    for batch in batches:
-        # Most batches are on their way already.
-        for unit in batch[0].units:
-            if unit.gathered.fresh.due:
-                break
-        else:
-            continue
-        if len(batch) == 1:
-            unshard_due(batch[0].units)
-        else:
-            # A module state may come up twice in a batch.
-            units = dict.fromkeys(chain.from_iterable(map(_units_of, batch)))
-            unshard_together([unit.gathered for unit in units if unit.gathered.fresh.due])
 
 
 def merge_on_use(module_state: ModuleState, parent: ModuleState) -> None:

@@ -19,9 +19,8 @@ from ..planning.answers import dtypes_of
 from ..planning.extensions import ExtensionArguments
 from ..planning.parts import is_dtensor
 from ..planning.plan import ManagedParameter
-from .bindings import Shown
 from .live_roots import live_roots
-from .parameters import FlatParameter, GradientTarget, HeldParameters, part_of_master
+from .parameters import FlatParameter, GradientTarget, HeldParameters, Shown, part_of_master
 from .replaced import replaced_parameters
 from .states import Fresh
 from .unit import Unit

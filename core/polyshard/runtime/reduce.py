@@ -26,7 +26,6 @@ from .peers import Audit
 from .recorder import Recorder
 from .streams import REDUCTIONS_ALIVE, CommStreams, Reduction
 
-
 _dtype_of = attrgetter("dtype")
 
 

@@ -20,10 +20,10 @@ from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from .backward import BackwardPass, ForwardRecord
 from .backward_step import BackwardStep
 from .budget import Budget
+from .gathered import refuse_escape
 from .guards import (
     RegistrationGuard,
     refuse_differentiable_gradients,
-    refuse_escape,
     refuse_outdated,
     refuse_released,
     refuse_replaced,

@@ -104,15 +104,19 @@ class Fresh(enum.Enum):
 class Reshard(enum.Enum):
     """Whether a unit is released after forward."""
 
-    ALWAYS = "always"
+    ALWAYS = "always", True, True
     """Released, and gathered again for backward."""
-    UNLESS_TURNING = "unless_turning"
+    UNLESS_TURNING = "unless_turning", True, False
     """Released, but for modules whose backward follows their forward at once: the outermost one, and the last one to
     run if it was split off the outermost one, or that one has no parameters of its own."""
-    PARTLY = "partly"
+    PARTLY = "partly", True, True
     """Released but for a part, where a backward may follow: for that it is gathered among neighbours alone."""
-    NEVER = "never"
+    NEVER = "never", False, False
     """Kept until the end of its backward."""
+
+    def __init__(self, _: str, otherwise: bool, turning: bool) -> None:
+        #: Whether it is, by whether its backward is expected to follow at once.
+        self.releases = otherwise, turning
 
 
 class BackwardState(enum.Enum):
@@ -149,11 +153,6 @@ class Retention:
         # Whether no optimizer stepped behind the last backward; the versions of parameters when a forward began last.
         self._outlives = False
         self._versions: Sequence[int] = ()
-
-    def releases(self, turns: bool) -> bool:
-        """Whether a forward releases the parameters; ``turns``: its backward is expected to follow at once."""
-        policy = self.policy
-        return policy is Reshard.ALWAYS or policy is Reshard.PARTLY or (policy is Reshard.UNLESS_TURNING and not turns)
 
     def keep(self) -> None:
         """Keep the parameters for this rank's recomputation, where the ranks' common order releases them."""

@@ -19,7 +19,6 @@ from ..planning.groups import FormedGroups, ModelRanks, UnitRanks
 from ..planning.placements import OwnPlacements, Placings
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, GroupedModules, modules_in, names_in
 from ..planning.units import ChosenPlugins, PlannedModule, PlannedUnit
-from ..runtime.bindings import LazyParameters
 from ..runtime.budget import Budget, CudaMemory, PlannedMemory
 from ..runtime.buffers import piece_in, view_of
 from ..runtime.extended import ExtendedUnit
@@ -27,6 +26,7 @@ from ..runtime.grouped import GroupedState, hooks_of
 from ..runtime.guards import RegistrationGuard
 from ..runtime.module_state import ModuleState, merge_on_use
 from ..runtime.order import ExecutionOrder
+from ..runtime.parameters import LazyParameters
 from ..runtime.peers import peers_of
 from ..runtime.placed import PlacedUnit
 from ..runtime.root import Root
