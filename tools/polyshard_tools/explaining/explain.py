@@ -179,7 +179,6 @@ class WatchedPolicy(WrapPolicy):
 
 
 def _choice(config: ShardConfig, setting: str) -> PluginChoice:
-    """As sharding reads it."""
     if setting == "collectives":
         return group_of(config)[0]
     choice: PluginChoice = getattr(config, setting)
