@@ -284,14 +284,17 @@ class ShardedUnit:
 
     @property
     def device(self) -> torch.device:
+        """The device that computes."""
         return self._unit.spec.device
 
     @property
     def compute_dtype(self) -> torch.dtype:
+        """Dtype of the gathered parameters."""
         return self._unit.dtypes.compute
 
     @property
     def grad_dtype(self) -> torch.dtype:
+        """Dtype of ``.grad``."""
         return self._unit.dtypes.grad
 
     @property
