@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from parity import local, peak_of_live_bytes
 from polyshard import ShardConfig
 from polyshard.errors import ConfigError, UnsupportedError
-from polyshard.interfaces import PluginContext
+from polyshard.interfaces import BufferRole, PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_tools.forecast import (
     Device,
@@ -47,6 +47,7 @@ from polyshard_tools.forecast.recording import (
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 WIDTH, DEPTH, ROWS = 128, 3, 32
 
@@ -200,11 +201,19 @@ def test_activations_are_what_autograd_saves(recomputes: bool) -> None:
     assert actual == (DEPTH + 2 if recomputes else 3 * DEPTH + 2) * ROWS * WIDTH * 4
 
 
+class Exchanging(FakeCollectives):
+    """Receives the gradients of 16 bits of all ranks before it adds them up, as a plan expects."""
+
+    @override
+    def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
+        return numel * wire_dtype.itemsize
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_the_peak_is_that_of_a_run_on_the_cpu(recomputes: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    collectives = FakeCollectives(PluginContext("fake", torch.device("cpu")), 0, 4)
+    collectives = Exchanging(PluginContext("fake", torch.device("cpu")), 0, 4)
     model = polyshard.shard(
         Tower(256, 4, recomputes), ShardConfig(policy=LAYERS, collectives=collectives, device="cpu", precision="bf16")
     )
