@@ -291,7 +291,7 @@ class GatheredParameters:
             for observer in unit.observers:
                 observer(UnitEvent(UnitOperation.WAIT, unit.spec))
             streams.arrive(self)
-            if root.audit is not None:
+            if root.audit.compares:
                 self._compare(root.audit)
             for observer in unit.observers:
                 observer(UnitEvent(UnitOperation.WAIT, unit.spec, begins=False))
@@ -501,12 +501,12 @@ def unshard_together(due: Sequence[GatheredParameters]) -> None:
     root = due[0].unit.root
     entry = root.recorder.issue("all_gather", [each.unit.spec for each in due], root.phase is Phase.BACKWARD)
     try:
-        if root.audit is not None or root.announce is not None:
+        if root.audit.compares or root.audit.announces:
             # Among those that gather: replicas may evaluate apart.
             for same in alike(due, [id(each.source.group) for each in due]) if len(due) > 1 else (due,):
                 among = same[0].source.group
                 if among is not None:
-                    names = [each.unit.name if root.audit is None else each.description for each in same]
+                    names = [each.description if root.audit.compares else each.unit.name for each in same]
                     root.streams.meet(among.announce, "all_gather of " + ", ".join(names))
         root.streams.gather(due)
     except BaseException as error:
