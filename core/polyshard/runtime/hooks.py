@@ -455,7 +455,9 @@ def pre_backward(
         What replaces them; without them, the hook for what takes their place; None where nothing does.
     """
     root = module_state.root
-    root.enter_backward()
+    # Nearly always another module's output was first.
+    if root.phase is not Phase.BACKWARD or root.backward_may_end() is None:
+        root.enter_backward()
     again = torch.is_grad_enabled()
     if again and root.backward.accumulates:
         raise gradients_without_graph(module_state.label, module_state.rank)

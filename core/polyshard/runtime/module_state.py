@@ -22,6 +22,7 @@ from .activation_checkpoint import may_have_backward
 from .backward import BackwardAction, ForwardRecord, Point
 from .gathered import show_whole, unshard_ahead, unshard_due
 from .order import ExecutionOrder
+from .parameters import Shown
 from .reduce import Contribution
 from .states import BackwardState, Fresh, Reshard, UnitState
 from .unit import Unit
@@ -189,7 +190,8 @@ class ModuleState:
         self.awaits_backward |= self.shared and torch.is_grad_enabled()
         for unit in self.units:
             if unit.gathered.state is UnitState.SHARDED:
-                unit.gathered.conceal()
+                if unit.gathered.bindings.shown is not Shown.ORIGINALS:
+                    unit.gathered.conceal()
             elif unit.gathered.fresh is Fresh.RETAINED or unit.gathered.state is UnitState.SHARDED_POST_FORWARD:
                 # Whether a part is kept may not depend on this rank's outputs, as ``awaits_backward`` does: others
                 # gather from their parts.
@@ -281,7 +283,7 @@ class ModuleState:
             its = unit.gradients
             if synchronises and (self.all_reduces or not unit.ranks.defers):
                 reduced.append((its.contribute(gradients, root.streams), gradients))
-                unit.reduced = True
+                its.reduced = True
             elif synchronises and unit.ranks.reduction is not None:
                 reduced.append((its.contribute_among_near(gradients, root.streams), gradients))
             else:

@@ -38,7 +38,7 @@ from .states import Phase, UnitState
 from .streams import CommStreams
 from .used_parameters import UsedParameters
 
-_reduced = attrgetter("reduced")
+_reduced = attrgetter("gradients.reduced")
 
 
 def root_of(module_state: ModuleState) -> Root:
@@ -138,8 +138,8 @@ class Root:
         self.unfollowed = False
         #: Whether a flat parameter's gradient may have zeros in the place of missing ones: ``Gradients.unfilled``.
         self.unfilled = False
-        # Gives None once the backward that was entered last cannot end any more.
-        self._backward_may_end: Callable[[], object] = lambda: None
+        #: Gives None once the backward that was entered last cannot end any more.
+        self.backward_may_end: Callable[[], object] = lambda: None
         self._when_given_up = partial(_tell_failed_backward, weakref.ref(self))
         #: The backward that runs.
         self.backward: BackwardPass[ModuleState] = BackwardPass(self.units, self._turn)
@@ -254,7 +254,9 @@ class Root:
         self.active = outermost
         self.forward_record = ForwardRecord(outermost, module, torch.is_grad_enabled())
         for unit in self.units:
-            unit.gathered.conceal()
+            bindings = unit.gathered.bindings
+            if bindings.shown is not bindings.elsewhere:
+                unit.gathered.conceal()
         self.begin_gathers()
         self.execution_order.begin_forward()
         # Not where gathers begin: a CUDA graph that replays begins some, and measures nothing.
@@ -336,7 +338,7 @@ class Root:
     def enter_backward(self) -> None:
         """A gradient reached one of the outputs."""
         if self.phase is Phase.BACKWARD:
-            if self._backward_may_end() is not None:
+            if self.backward_may_end() is not None:
                 return
             # An earlier one raised.
             self.abandon()
@@ -358,7 +360,7 @@ class Root:
             refuse_replaced(self)
         elif not self.last_backward:
             refuse_released(self)
-        self._backward_may_end = _torch_private.queue_after_backward(self.end_backward, self._when_given_up)
+        self.backward_may_end = _torch_private.queue_after_backward(self.end_backward, self._when_given_up)
 
     def end_inner_backward(self) -> None:
         """Reduce gradients of backwards that ended inside of the forward that runs in this thread, if one does.
@@ -388,12 +390,12 @@ class Root:
     def backward_to_named(self) -> Iterator[None]:
         """Inside, a backward to parameters that all ranks named: each takes part, whichever its graph reaches."""
         self.leave_failed_backward()
-        before, self._named = self._backward_may_end, True
+        before, self._named = self.backward_may_end, True
         try:
             yield
         finally:
             self._named = False
-        if self._backward_may_end is before and self.phase is Phase.IDLE and self.forward_record.records:
+        if self.backward_may_end is before and self.phase is Phase.IDLE and self.forward_record.records:
             self._follow_last_forward()
 
     def _turn(self) -> None:
@@ -450,8 +452,7 @@ class Root:
             used_parameters.drop_unused()
             self.unfilled = used_parameters.unfilled
         for unit in self.units:
-            if unit.reduced:
-                unit.reduced = False
+            if unit.gradients.reduced:
                 unit.gradients.end_backward()
         self.execution_order.end_backward()
 
@@ -513,7 +514,7 @@ class Root:
             module_state.reset()
             for unit in module_state.units:
                 unit.gathered.reshard()
-                unit.reduced = False
+                unit.gradients.reduced = False
                 unit.discard_gradients()
 
     def start_over(self) -> None:
@@ -528,7 +529,7 @@ class Root:
         Modules hold the originals again: a program that catches the error may read and change them. All else waits for
         ``abandon``, since communications in flight may wait for ranks that have not heard of it.
         """
-        if reference is not self._backward_may_end or self.phase is not Phase.BACKWARD:
+        if reference is not self.backward_may_end or self.phase is not Phase.BACKWARD:
             return
         if self.active is None:
             for unit in self.units:
