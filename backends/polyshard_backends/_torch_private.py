@@ -110,7 +110,6 @@ class Channel:
             work.wait()
 
     def all_gather_many(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> None:
-        """``all_gather`` of each pair, in one launch."""
         work = self._gather_many(outs, shards, self._gather_options)
         if work is not None:
             work.wait()
@@ -150,7 +149,6 @@ class Channel:
             work.wait()
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Any shape."""
         work = self._reduce([tensor], self._reduce_options[op])
         if work is not None:
             work.wait()

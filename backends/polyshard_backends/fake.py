@@ -46,7 +46,6 @@ class FakeCall(NamedTuple):
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes of ``sent``."""
         return self.sent * self.dtype.itemsize
 
 

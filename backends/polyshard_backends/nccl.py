@@ -285,7 +285,6 @@ class NcclCollectives(ProcessGroupCollectives):
     def _exchange_many(
         self, channel: _torch_private.Channel, received: list[torch.Tensor], fulls: list[torch.Tensor]
     ) -> None:
-        """``_exchange`` of each pair."""
         outs, sources = [], []
         for out, full in zip(received, fulls, strict=True):
             known = full.dtype in GROUP_DTYPES

@@ -32,7 +32,6 @@ class Place:
 
     @classmethod
     def here(cls, device_index: int, met: frozenset[tuple[int, ...]] = frozenset()) -> Place:
-        """This process's."""
         host = socket.gethostname()
         with suppress(OSError):
             host += f" {_BOOT_ID.read_text().strip()}"

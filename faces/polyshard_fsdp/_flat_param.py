@@ -181,7 +181,6 @@ class FlatParamHandle:
 
     @property
     def _reduce_dtype(self) -> torch.dtype:
-        """The dtype that gradients are reduced in."""
         return self.reduce_dtype if self.unit is None else self.unit.dtypes.reduce
 
     @property

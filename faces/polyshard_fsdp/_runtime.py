@@ -379,7 +379,6 @@ class ForwardOrder:
             self._data.record_pre_forward(handle, True)
 
     def end_iteration(self) -> None:
-        """A backward ended."""
         self._data.next_iter()
 
     def abandon(self) -> None:

@@ -198,7 +198,6 @@ class FSDPInstance(_torch_private.FSDPState):  # type: ignore[misc]
 
     @property
     def params(self) -> list[FlatParameter]:
-        """The flat parameter, or nothing."""
         return [self._handle.flat_param] if self._handle is not None else []
 
     @property

@@ -249,7 +249,6 @@ class FlatUnit(Unit):
         self.expose_whole()
 
     def withdraw_whole(self) -> None:
-        """Undo ``expose_whole``."""
         self.whole_for_user = None
         self.flat_param.data = self.master
         keeps = self.handle._use_orig_params

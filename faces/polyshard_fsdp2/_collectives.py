@@ -234,8 +234,6 @@ class _Around(CollectivesDecorator):
 
 
 class _Gather(_Around):
-    """Gathers by an object of the program."""
-
     def __init__(self, inner: Collectives, comm: AllGather) -> None:
         super().__init__(inner)
         self._comm = comm

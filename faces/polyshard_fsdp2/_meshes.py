@@ -69,7 +69,6 @@ class DataMesh:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """All dimensions of ``whole``."""
         return () if self.whole is None else tuple(self.whole.mesh_dim_names or ())
 
     @cached_property

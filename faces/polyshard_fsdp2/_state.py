@@ -112,7 +112,6 @@ class State(FSDPState):  # type: ignore[misc]
 
     @property
     def units(self) -> Sequence[PlacedUnit]:
-        """Its units; none where it has no parameters."""
         module_state = self.module_state
         units = () if module_state is None else module_state.units
         return [unit for unit in units if isinstance(unit, PlacedUnit)]
@@ -334,7 +333,6 @@ def together(modules: Sequence[nn.Module]) -> nn.Module:
 
 
 def has_something(module: nn.Module, ignored: Collection[nn.Parameter]) -> bool:
-    """Whether anything in ``module`` is, or is to be, sharded."""
     skipped = set(ignored)
     return any(MODULE_STATE_ATTRIBUTE in inner.__dict__ for inner in module.modules()) or any(
         parameter not in skipped for parameter in module.parameters()

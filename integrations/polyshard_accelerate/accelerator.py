@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import accelerate
 import torch
@@ -29,19 +29,6 @@ from . import _private, refusals
 from .refusals import refuse_unreduced, sharded_in, uncompiled
 from .saved_state import INDEX, Index, TrainingState, finish
 
-if TYPE_CHECKING:
-    from accelerate.tracking import GeneralTracker
-    from accelerate.utils import (
-        DataLoaderConfiguration,
-        DynamoBackend,
-        GradientAccumulationPlugin,
-        KwargsHandler,
-        LoggerType,
-        ProjectConfiguration,
-        RNGType,
-        TorchDynamoPlugin,
-    )
-
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator`` with polyshard in the place of DDP; everything else is theirs.
@@ -53,31 +40,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     #: The optimizers of the ``prepare`` that runs.
     _beside: Sequence[torch.optim.Optimizer] = ()
 
-    def __init__(
-        self,
-        *,
-        shard: ShardConfig | None = None,
-        device_placement: bool = True,
-        mixed_precision: str | None = None,
-        gradient_accumulation_steps: int = 1,
-        cpu: bool = False,
-        dataloader_config: DataLoaderConfiguration | None = None,
-        rng_types: list[str | RNGType] | None = None,
-        log_with: str | LoggerType | GeneralTracker | list[str | LoggerType | GeneralTracker] | None = None,
-        project_dir: str | os.PathLike[str] | None = None,
-        project_config: ProjectConfiguration | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-        step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: list[KwargsHandler] | None = None,
-        dynamo_backend: DynamoBackend | str | None = None,
-        dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugin: object | None = None,
-        deepspeed_plugins: object | None = None,
-        fsdp_plugin: object | None = None,
-        megatron_lm_plugin: object | None = None,
-        torch_tp_plugin: object | None = None,
-        parallelism_config: object | None = None,
-    ) -> None:
+    def __init__(self, *, shard: ShardConfig | None = None, mixed_precision: str | None = None, **theirs: Any) -> None:
         """Arguments are theirs, by keyword, but for:
 
         Args:
@@ -94,34 +57,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._config = ShardConfig() if shard is None else shard
         if not isinstance(self._config, ShardConfig):
             raise ConfigError(f"shard is a {type(shard).__name__}. Give a polyshard.ShardConfig, or None.")
-        refusals.refuse_other_engines(
-            {
-                "deepspeed_plugin": deepspeed_plugin,
-                "deepspeed_plugins": deepspeed_plugins,
-                "fsdp_plugin": fsdp_plugin,
-                "megatron_lm_plugin": megatron_lm_plugin,
-                "torch_tp_plugin": torch_tp_plugin,
-                "parallelism_config": parallelism_config,
-            }
-        )
+        refusals.refuse_other_engines(theirs)
         refuse_engines(os.environ, "this Accelerator")
-        refusals.refuse_handlers(kwargs_handlers or [])
-        super().__init__(
-            device_placement=device_placement,
-            mixed_precision=refusals.asked_for(mixed_precision, self._config, os.environ),
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            cpu=cpu,
-            dataloader_config=dataloader_config,
-            rng_types=rng_types,
-            log_with=log_with,
-            project_dir=project_dir,
-            project_config=project_config,
-            gradient_accumulation_plugin=gradient_accumulation_plugin,
-            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-            kwargs_handlers=kwargs_handlers,
-            dynamo_backend=dynamo_backend,
-            dynamo_plugin=dynamo_plugin,
-        )
+        refusals.refuse_handlers(theirs.get("kwargs_handlers") or [])
+        super().__init__(mixed_precision=refusals.asked_for(mixed_precision, self._config, os.environ), **theirs)
         refusals.refuse_distributed_type(self.distributed_type.value, self.num_processes)
         # An earlier Accelerator of the process may have set it.
         self._config = refusals.served(self.mixed_precision, self._config)

@@ -15,6 +15,11 @@ from polyshard_trainers.config import leaves_dtype, mixed_precision_of
 from polyshard_trainers.models import refuse_strangers, refuse_wrapped
 from torch import nn
 
+#: Arguments of theirs that name an engine.
+_ENGINES = frozenset(
+    {"deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin"}
+    | {"parallelism_config"}
+)
 #: Set by the launcher, to "no" where the user said nothing.
 _VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
@@ -22,7 +27,7 @@ _VARIABLE = "ACCELERATE_MIXED_PRECISION"
 def refuse_other_engines(arguments: Mapping[str, object]) -> None:
     """Raise ``ConfigError``, naming the argument, where ``arguments`` ask for an engine beside polyshard."""
     for name, value in arguments.items():
-        if value is not None:
+        if name in _ENGINES and value is not None:
             raise ConfigError(
                 f"Accelerator got {name}={type(value).__name__}(...), but polyshard shards the models of this "
                 f"Accelerator. Leave {name} out, or use accelerate.Accelerator."

@@ -39,7 +39,6 @@ def tensors_of(sharded: ShardedModel) -> Held:
 
 
 def joined(path: str, name: str) -> str:
-    """The name of what is ``name`` in the module ``path``."""
     return f"{path}.{name}" if path else name
 
 

@@ -41,8 +41,6 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor in a file."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: Path

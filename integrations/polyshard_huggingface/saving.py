@@ -164,8 +164,6 @@ def _refuse_settings(sharded: ShardedModel, ranks: Ranks, dtype: torch.dtype | N
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The files that are to be written."""
-
     files: dict[str, tuple[bytes, int]]
     """Of each file its header, and its size."""
     places: dict[str, tuple[str, int]]

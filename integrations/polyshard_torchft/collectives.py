@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -119,34 +118,8 @@ class OtherJobs(CollectivesDecorator):
         return replace(self.inner.capabilities, capturable=False, reduce_ops=frozenset({ReduceOp.MEAN}))
 
     @override
-    def around(self, inner: Collectives) -> Collectives:
-        raise self._refusal("partition")
-
-    @override
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:
-        if op is not ReduceOp.MEAN:
-            raise self._refusal(f"all_reduce({op.name})")
-        return self._link.average(tensor)
-
-    @override
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-        raise self._refusal("all_gather")
-
-    @override
-    def reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, *, op: ReduceOp, scratch: torch.Tensor | None = None
-    ) -> Work:
-        raise self._refusal("reduce_scatter")
-
-    @override
-    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
-        raise self._refusal("broadcast")
-
-    @override
-    def all_to_all(
-        self, out: torch.Tensor, out_splits: Sequence[int], input: torch.Tensor, in_splits: Sequence[int]
-    ) -> Work:
-        raise self._refusal("all_to_all")
+        return self._link.average(tensor) if op is ReduceOp.MEAN else self._refuse()
 
     @override
     def announce(self, what: str) -> None:
@@ -161,15 +134,13 @@ class OtherJobs(CollectivesDecorator):
         return None
 
     @override
-    def partition(self, rank_lists: Sequence[Sequence[int]]) -> Collectives:
-        raise self._refusal("partition")
-
-    @override
     def close(self) -> None:
         return None
 
-    def _refusal(self, operation: str) -> StateError:
-        return StateError(
-            f"{operation} over other jobs (rank {self.inner.rank}): who is there changes, so that a mean is all that "
-            "can be asked of them. Ask the ranks of this job."
+    def _refuse(self, *operands: Any, **options: Any) -> Any:
+        raise StateError(
+            f"Something else than a mean was asked of other jobs (rank {self.inner.rank}): who is there changes, so "
+            "that a mean is all that can be. Ask the ranks of this job."
         )
+
+    around = all_gather = reduce_scatter = broadcast = all_to_all = partition = _refuse

@@ -96,7 +96,6 @@ class Link:
 
     @property
     def described(self) -> str:
-        """For ``polyshard.report``."""
         if not self._quorum.size:
             return f"other jobs by {self._settings.lighthouse}, no step yet"
         return f"{self._quorum.size} job(s) by {self._settings.lighthouse} after {self._quorum.steps} step(s)"

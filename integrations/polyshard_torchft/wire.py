@@ -58,5 +58,4 @@ class Wire:
         self.group.abort()
 
     def close(self) -> None:
-        """Release the group."""
         self.group.shutdown()

@@ -46,7 +46,6 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The parameters of ``optimizer``."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from ._private import init_weights_of
 
 
-def register_generate(model: nn.Module, name: str = "generate") -> None:
+def register_generate(model: nn.Module) -> None:
     """Let ``model.generate(...)`` gather each unit once a call, in the dtype in which the model computes.
 
     A token is a forward of every block. Registered by ``polyshard.register_forward_method`` alone, each would gather
@@ -25,23 +25,22 @@ def register_generate(model: nn.Module, name: str = "generate") -> None:
 
     Args:
         model: The outermost sharded module, an adapter's wrapper too.
-        name: The method that calls the model's forward many times, without gradients.
 
     Raises:
         StateError: ``model`` is not the outermost sharded module.
         ConfigError: it has no such method.
     """
     outermost_model(model, "register_generate()")
-    register_forward_method(model, name)
-    method = getattr(model, name)
+    register_forward_method(model, "generate")
+    method: Any = model.generate
 
     @wraps(method)
     def gathered_once(*args: Any, **kwargs: Any) -> Any:
         # Without a backward, all is released when the call ends.
-        with outermost_model(model, f"{name}()").kept_unsharded(), torch.no_grad():
+        with outermost_model(model, "generate()").kept_unsharded(), torch.no_grad():
             return method(*args, **kwargs)
 
-    setattr(model, name, gathered_once)
+    model.generate = gathered_once  # type: ignore[assignment]
 
 
 Initialize = Callable[[nn.Module], None]

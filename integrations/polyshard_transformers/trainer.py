@@ -316,7 +316,6 @@ class PreemptionCallback(transformers.TrainerCallback):  # type: ignore[misc]
         """Whether the last ``train`` was ended so."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
-        """Take the signals."""
         self.preempted = False
         self._saved = -1
         self._best = None

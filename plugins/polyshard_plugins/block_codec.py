@@ -106,7 +106,6 @@ class BlockCode:
             _scale(codes[:, None, whole:numel], scales[:, blocks - 1 :], out[:, None, whole:])
 
     def _end(self, numel: int) -> int:
-        """Where the last scale ends."""
         return _padded(numel) + _padded(self.blocks(numel) * _SCALE.itemsize)
 
     def _parts(self, wire: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -157,5 +157,4 @@ def decode(code: BlockCode, wires: Sequence[torch.Tensor], outs: Sequence[torch.
 
 
 def _blocks(code: BlockCode) -> int:
-    """Blocks of a tile."""
     return max(4, _TILE // code.block)

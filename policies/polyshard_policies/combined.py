@@ -20,8 +20,6 @@ PolicyForm = WrapPolicy | type | str | Mapping[str, Any] | Iterable[type | str] 
 
 
 class NamedPolicy(NamedTuple):
-    """A policy, and its name in reasons."""
-
     label: str
     policy: WrapPolicy
 

@@ -142,8 +142,6 @@ class Rule:
 
 @dataclass(frozen=True)
 class SuiteRun:
-    """The result of a run."""
-
     devices: tuple[str, ...]
     """On which the plugin could be made."""
     unusable: str

@@ -343,7 +343,6 @@ class PrecisionSuite(LocalPluginSuite):
         return torch.randn(ranks, _FORMED_SHARDS[ranks], generator=generator).to(self.device)
 
     def _values(self, dtype: torch.dtype) -> torch.Tensor:
-        """Values that no dtype rounds."""
         return torch.tensor([0.5, -2.0, 3.0], dtype=dtype, device=self.device)
 
     def _casts(self, method: str) -> Iterator[tuple[UnitSpec, Any]]:

@@ -114,8 +114,6 @@ def test_arguments_that_ask_for_another_engine() -> None:
     hooked = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     with pytest.raises(ConfigError, match=r"communication hook 'fp16'.*ShardConfig\.precision"):
         Accelerator(cpu=True, kwargs_handlers=[hooked])
-    with pytest.raises(TypeError, match="split_batches"):
-        Accelerator(cpu=True, split_batches=True)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"shard is a dict\. Give a polyshard\.ShardConfig"):
         Accelerator(cpu=True, shard={"policy": "never"})  # type: ignore[arg-type]
 

@@ -32,8 +32,6 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Recording(Generic[T]):
-    """A recorded step."""
-
     graph: torch.cuda.CUDAGraph
     outputs: T
     device: torch.device

@@ -78,7 +78,6 @@ class _Graph(Generic[T]):
     optimizers: tuple[OptimizerWatch, ...]
 
     def obstacle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, bool] | None:
-        """As ``RecordedModel.obstacle``."""
         for optimizer in self.optimizers:
             changed = optimizer.changed()
             if changed is not None:

@@ -33,7 +33,6 @@ _END = struct.Struct("<4s4H2IH")
 
 
 def of_value(value: Any) -> bytes:
-    """The archive of any value."""
     content = io.BytesIO()
     torch.save(value, content)
     return content.getvalue()

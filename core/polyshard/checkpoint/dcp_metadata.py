@@ -70,8 +70,6 @@ class _Unpickler(pickle.Unpickler):
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """What a directory holds."""
-
     identity: str
     """The sha256 of the file."""
     tensors: Mapping[str, Entry]

@@ -19,8 +19,6 @@ _DIRECTORY = re.compile(r"step-\d{8,}(?:\.\d+)?(?:\.[0-9a-f]{12})?")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A committed checkpoint."""
-
     directory: Place
     marker: Marker
 
@@ -45,8 +43,6 @@ def _lasting(error: StateError | OSError, directory: Place) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a folder holds."""
-
     entries: tuple[Entry, ...]
     """Committed checkpoints, in the order of their commits."""
     unreadable: tuple[str, ...] = ()

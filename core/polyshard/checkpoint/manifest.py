@@ -85,7 +85,6 @@ class StoredTensor:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all elements are there."""
         return int(self.sizes.prod(axis=1).sum()) == math.prod(self.shape)
 
     def box(self, number: int) -> Box:
@@ -107,7 +106,6 @@ class StoredTensor:
         return self.at - heads, heads + self.nbytes + tails
 
     def entry(self) -> dict[str, Json]:
-        """As a manifest has it."""
         columns = {"offsets": self.offsets, "sizes": self.sizes, "files": self.files, "at": self.at}
         numbers = {name: column.reshape(-1).tolist() for name, column in columns.items()}
         return {"dtype": NAMES[self.dtype], "shape": list(self.shape), **numbers}
@@ -115,8 +113,6 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file with elements."""
-
     size: int
     """In bytes."""
     blocks: tuple[str, ...]
@@ -125,8 +121,6 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint holds."""
-
     directory: Place
     files: Mapping[str, StoredFile]
     stored: Mapping[Path, StoredTensor | Json]
@@ -181,7 +175,6 @@ class Manifest:
         return cls(directory, known, stored, aliases, kind, precision, extra, marker.complete, within)
 
     def tensors(self) -> Iterator[tuple[str, StoredTensor]]:
-        """Each with a name for errors."""
         for path, stored in self.stored.items():
             if isinstance(stored, StoredTensor) and path[:2] != _GROUPS:
                 yield ".".join(path), stored

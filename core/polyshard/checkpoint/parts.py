@@ -139,7 +139,6 @@ class Models:
         return lambda: _taken(parts, outlines, whole, extra, frozen)
 
     def source_of(self, part: Part, source: StoredSource) -> Source:
-        """What ``source`` has for ``part``."""
         return source if self.stages is None else _StageSource(source, part)
 
     def refuse_left_over(self, source: StoredSource, parts: Sequence[Part]) -> None:

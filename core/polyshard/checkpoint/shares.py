@@ -30,8 +30,6 @@ _IN_FRONT = 4096
 
 @dataclass(frozen=True)
 class Offer:
-    """What one rank holds."""
-
     kinds: tuple[Kind, ...]
     """Of tensors, those of which it holds nothing too."""
     rows: Numbers

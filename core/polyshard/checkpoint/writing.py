@@ -137,7 +137,6 @@ class FileLayout:
         self._copy, self._tensors, self._starts = None, [], []
 
     def pieces(self) -> Iterator[memoryview]:
-        """All bytes, in order."""
         if self._copy is not None:
             yield from self._copy.pieces()
         end = 0

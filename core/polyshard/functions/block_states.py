@@ -31,8 +31,6 @@ _INSIDE = ":"
 
 
 class Role(enum.Enum):
-    """What a tensor of a state is."""
-
     ELEMENTS = "elements"
     """A number for each element, or its code; or a byte of several codes."""
     SCALES = "scales"

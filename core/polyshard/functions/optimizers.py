@@ -122,7 +122,6 @@ class OptimizerCheck:
             root.outdate()
 
     def _found(self, optimizer: torch.optim.Optimizer) -> Iterator[ParameterLocation]:
-        """Its parameters of sharded models."""
         located = (each for group in optimizer.param_groups for each in self._live.find(group["params"]))
         return (each for each in located if each is not None)
 

@@ -376,11 +376,9 @@ class ShardedModel:
         self._root.events.on_save(model, path)
 
     def notify_loaded(self, model: nn.Module, path: Path | str) -> None:
-        """Call the listeners' ``on_load``."""
         self._root.events.on_load(model, path)
 
     def notify_replicas(self, model: nn.Module, before: int, now: int) -> None:
-        """Call the listeners' ``on_replicas``."""
         self._root.events.on_replicas(model, before, now)
 
 

@@ -63,7 +63,6 @@ class Across:
             ) from error
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """``value`` of each of these ranks."""
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, value, group=self.group)
         return everyone

@@ -157,12 +157,10 @@ class CollectivesGroup(_NamedGroup):
 
     @property
     def collectives(self) -> Collectives:
-        """What it shows."""
         return self._among
 
     @override
     def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> dist.Work:  # type: ignore[override, unused-ignore]
-        """Reduce each of ``tensors`` in place."""
         op = ReduceOp.SUM if options is None else self._op_of(options)
         return self._ended((self._among.all_reduce(each, op=op) for each in tensors), tensors)
 
@@ -187,7 +185,6 @@ class CollectivesGroup(_NamedGroup):
 
     @override
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> dist.Work:  # type: ignore[override, unused-ignore]
-        """Overwrite each of ``tensors`` with that of one rank."""
         return self._ended((self._among.broadcast(each, options.rootRank) for each in tensors), tensors)
 
     @override

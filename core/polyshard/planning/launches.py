@@ -20,7 +20,8 @@ A reduction of few bytes takes as long as one of several times as many, and so d
 together, on the device and on the host. So the gradients of small units wait, in the order in which backward computes
 them, until the bucket is full, until a unit of the same groups that is no small one is reduced, or until backward ends.
 Then, on the stream that reduces, one copy brings all of them into their units' inputs, another one writes the inputs
-next to each other, rank by rank, and one communication reduces them. Its result is cut into the units' gradient shards.
+next to each other, rank by rank, and one communication reduces them. Gradients of parameters that each rank holds an
+equal part of need the second copy alone. The result is cut into the units' gradient shards.
 
 Units of medium size have enough bytes for a communication, and copying them twice would cost the device more than it
 saves. But each launch costs the host, which small batches keep busier than the device. So they wait for each other as

@@ -174,8 +174,6 @@ class ModuleParameters:
 
 
 class _Use(NamedTuple):
-    """One place of a parameter."""
-
     name: str
     parameter: nn.Parameter
     module: nn.Module

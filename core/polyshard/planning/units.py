@@ -58,7 +58,6 @@ class ChosenPlugins:
         return registry.construct(registry.resolve(group, choice), self.context)
 
     def summary(self) -> str:
-        """All of them, in words."""
         return ", ".join(f"{each.resolved.group.value} {registry.used(each)}" for each in self.used)
 
 
@@ -124,7 +123,6 @@ class PlannedModule(ModuleParameters):
 
     @property
     def placed_parameters(self) -> Iterator[tuple[PlannedUnit, ManagedParameter]]:
-        """All of its parameters, each with its unit."""
         return ((unit, parameter) for unit in self.units for parameter in unit.parameters)
 
     @property

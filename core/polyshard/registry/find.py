@@ -76,7 +76,6 @@ class Offer:
         return normalised(self.distribution) == BUILT_IN
 
     def of(self, group: Group) -> str:
-        """The plugin, for messages."""
         return f"plugin {self.name!r} of {group.value} ({self.value}, from {self.origin})"
 
 

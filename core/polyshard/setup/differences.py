@@ -41,7 +41,6 @@ class Reported:
 
     @property
     def speaker(self) -> int:
-        """The rank that is quoted."""
         return self.ranks[0]
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 def is_meta(buffer: torch.Tensor | None) -> bool:
-    """Whether a buffer has no values yet."""
     return buffer is not None and buffer.is_meta
 
 
@@ -252,7 +251,6 @@ class Materializer:
 
 
 def _own_shard(flat: torch.Tensor, layout: FlatLayout, rank: int) -> torch.Tensor:
-    """The shard of ``rank`` in ``flat``, in memory of its own."""
     shard = shard_in(flat, layout, rank)
     return shard if layout.segments else shard.clone()
 
@@ -282,7 +280,6 @@ class _Scratch:
 
     @staticmethod
     def nbytes(numel: int, dtype: torch.dtype) -> int:
-        """What ``take`` takes."""
         return round_up(numel * dtype.itemsize, 256)
 
 

@@ -97,12 +97,10 @@ class Joint:
         return {key: _plain_inside(value) if type(value) is kind else value for key, value in found.items()}
 
     def given_state_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """What its optimizer has for ``parameter``, as it is."""
         found: Mapping[str, Any] = self._optimizer_of[parameter].state.get(parameter, {})
         return found
 
     def optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
-        """The one that holds ``parameter``."""
         return self._optimizer_of[parameter]
 
     def blocks_of(self, parameter: nn.Parameter) -> Blocks | None:
@@ -215,7 +213,6 @@ def compared_entries(sharded: ShardedModel) -> set[str]:
 
 
 def _owner_of(entry: str, names: Collection[str]) -> str | None:
-    """Which of ``names`` ``entry`` goes on from."""
     stop = entry.rfind(".")
     while stop > 0:
         if entry[:stop] in names:

@@ -298,7 +298,6 @@ class Round:
             self._event.record()
 
     def read(self) -> list[float]:
-        """The numbers, on the host."""
         if self._work is not None:
             self._work.wait()
         if self._event is not None:

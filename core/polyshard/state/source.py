@@ -142,7 +142,6 @@ def resembles(value: Any, like: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one number, and not NaN."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     return isinstance(value, Real) and value == value

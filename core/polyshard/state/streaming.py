@@ -288,7 +288,6 @@ def _buckets(wanted: Sequence[_Wanted], nbytes: int | None) -> list[list[_Wanted
 
 
 def _digest(names: Iterable[str]) -> str:
-    """For ranks to compare."""
     found = list(names)
     return f"{len(found)} names of digest {hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"
 

@@ -72,8 +72,6 @@ class RankSettings:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The ranks that train."""
-
     backend: str
     device: str
     world_size: int
@@ -86,8 +84,6 @@ class Trial:
 
 
 class TrialState(enum.Enum):
-    """How a trial ended."""
-
     EQUAL = "equal"
     """All ranks ended, with the parameters of the unsharded model."""
     DIFFERENT = "different"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -47,8 +47,6 @@ def explain(
     world_size: int,
     *,
     device: torch.device | str | None = None,
-    ignored_modules: Collection[nn.Module] = (),
-    ignored_parameters: Collection[nn.Parameter] = (),
 ) -> Explanation:
     """Explain ``config`` for ``model`` on ``world_size`` ranks.
 
@@ -63,8 +61,6 @@ def explain(
         device: Where ranks are to compute; None for where ``config`` says or, without that, where the model's
             parameters are. Parameters on the meta device compute on this machine's accelerator, or the CPU. CUDA is
             not asked whether it is there.
-        ignored_modules: As for ``polyshard.shard``.
-        ignored_parameters: As for ``polyshard.shard``.
 
     Raises:
         ConfigTypeError: ``model`` is no module.
@@ -80,7 +76,7 @@ def explain(
     config = config_of(config, "explain(config, model, ...)")
     placed = config if device is None else dataclasses.replace(config, device=device)
     # The current one of this process would have to be asked of CUDA, which takes memory on a device.
-    computes = compute_device(placed, model, ignored_modules, index=0)
+    computes = compute_device(placed, model, (), index=0)
     placed = dataclasses.replace(placed, device=computes)
     _, process_group, mesh = group_of(config)
     context = PluginContext(
@@ -91,7 +87,7 @@ def explain(
         timeout=timedelta(seconds=config.timeout_s),
     )
     # Nothing is initialised: with an initializer, modules are taken that cannot initialise themselves.
-    request = Request(model, placed, lambda module: None, ignored_modules, ignored_parameters)
+    request = Request(model, placed, lambda module: None)
     world = world_of(request, mesh)
     if world is not None and len(world.ranks) != world_size:
         raise WorldSizeError(f"the mesh is of {len(world.ranks)} ranks, not {world_size}. Give its number of ranks.")
@@ -179,7 +175,6 @@ class WatchedPolicy(WrapPolicy):
 
 
 def _choice(config: ShardConfig, setting: str) -> PluginChoice:
-    """As sharding reads it."""
     if setting == "collectives":
         return group_of(config)[0]
     choice: PluginChoice = getattr(config, setting)

@@ -24,8 +24,6 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedPlugin:
-    """The plugin behind a name."""
-
     serves: str
     """The setting that names it (``"listeners[1]"`` for the second listener), ``"blocks.3: precision"`` where a policy
     names it for a unit, or, of an inner one, the name of the plugin that asked for it."""
@@ -57,8 +55,6 @@ class ExplainedPlugin:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedParameter:
-    """Where one parameter lies in its unit."""
-
     name: str
     """Its first fully-qualified name."""
     shape: tuple[int, ...]
@@ -165,7 +161,6 @@ class Explanation:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as what JSON holds."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, str | int | float | bool | None):

@@ -127,7 +127,6 @@ class _Timed:
         self._scratch = torch.zeros(nbytes, dtype=torch.uint8, device=device) if nbytes else None
 
     def times(self, rounds: int) -> list[float]:
-        """Seconds of each round on this rank."""
         for _ in range(_WARMUP):
             self._run()
         return [self._time() for _ in range(rounds)]

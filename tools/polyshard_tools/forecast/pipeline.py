@@ -75,7 +75,6 @@ class Pipeline:
 
     @property
     def stages(self) -> int:
-        """Of all ranks."""
         return self.ranks * self.each
 
     @property
@@ -132,8 +131,6 @@ class PipelineTime:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What a step of a pipeline takes."""
-
     pipeline: Pipeline
     ranks: tuple[RankPlan, ...]
     """The time of each is its own: what it receives from other ranks counts, and waits until that is sent do not."""
@@ -145,7 +142,6 @@ class PipelinePlan:
 
     @property
     def time(self) -> PipelineTime | None:
-        """None without a device."""
         own = {rank: each.plan.time for each in self.ranks for rank in each.ranks}
         found = [own[rank] for rank in range(self.pipeline.ranks)]
         times = [each for each in found if each is not None]

@@ -173,7 +173,6 @@ class StepRecorder:
         self.issued.append(Transfer(self.stream, self.part, operation, nbytes, span, members))
 
     def signal(self, stream: Stream) -> int:
-        """Record an event on ``stream``."""
         self._events += 1
         self.issued.append(Signal(stream, self._events))
         return self._events
@@ -271,8 +270,6 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The memory that is alive at one moment."""
-
     position: int
     """How much was issued before it."""
     part: Part
@@ -298,7 +295,6 @@ class MemoryTimeline:
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it, in its memory."""
     return local_of(tensor) if is_dtensor(tensor) else tensor
 
 

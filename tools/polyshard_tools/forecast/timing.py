@@ -339,8 +339,6 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The time of a step, in seconds."""
-
     device_s: float
     """Until everything has run, on a device that never waits for the host."""
     parts_s: Mapping[Part, float]

@@ -207,7 +207,6 @@ class TracedModel:
         return found
 
     def backward(self, call: Callable[[], object]) -> None:
-        """``call`` runs it."""
         self.recorder.begin(Part.BACKWARD)
         try:
             call()

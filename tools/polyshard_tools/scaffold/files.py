@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import shutil
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -138,11 +135,11 @@ def write_all(added: Mapping[Path, str], changed: Mapping[Path, str]) -> None:
                 made.append(path)
                 stream.write(text.encode())
         for path, text in changed.items():
-            _replace(path, text.encode())
+            path.write_bytes(text.encode())
     except BaseException:
         for path, content in before.items():
             if path.read_bytes() != content:
-                _replace(path, content)
+                path.write_bytes(content)
         for path in reversed(made):
             path.rmdir() if path.is_dir() else path.unlink()
         raise
@@ -153,17 +150,3 @@ def _make_folders(folder: Path) -> list[Path]:
     missing = [each for each in (folder, *folder.parents) if not each.exists()][::-1]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Exchange what ``path`` holds; whoever reads it meanwhile finds the one or the other, whole."""
-    path = path.resolve()
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-        shutil.copymode(path, name)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -82,7 +82,6 @@ class Ownership:
             )
 
     def toml(self) -> str:
-        """The lines of ``[project]``."""
         lines = f'license = "{self.licence}"\n' if self.licence else "# TODO: license\n"
         if found := _AUTHOR.fullmatch(self.author):
             # A string of JSON is one of TOML.

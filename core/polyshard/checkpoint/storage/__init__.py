@@ -20,7 +20,6 @@ _CUT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/].*", re.DOTALL)
 
 
 def storage_of(place: Place) -> Storage[Any]:
-    """The storage that ``place`` is on."""
     return _REMOTE if isinstance(place, URL) else _LOCAL
 
 
