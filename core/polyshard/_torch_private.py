@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
@@ -118,12 +118,9 @@ def sees_checkpoints() -> bool:
     return found == [(False, False), (False, True), (True, False), (True, True)]
 
 
-def in_dispatch_mode() -> bool:
-    """Whether a dispatch mode sees every operation, as of selective activation checkpointing.
-
-    Its public names ask for a mode of one class. (torch 2.11 and 2.13)
-    """
-    return bool(torch._C._len_torch_dispatch_stack())
+#: The number of dispatch modes, which see every operation, as selective activation checkpointing does. Its public
+#: names ask for a mode of one class. (torch 2.11 and 2.13)
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def will_accumulate(leaf: torch.Tensor) -> bool:
@@ -348,28 +345,11 @@ def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
 
 
-# Gives a tensor back, with a node of autograd's behind the one that it had. Around it in Python it takes longer.
-_lift: Callable[[torch.Tensor], torch.Tensor] = torch.ops.aten.lift.default._op
-
-
-def put_node_behind(tensor: torch.Tensor) -> bool:
-    """Put a node that does nothing behind the one that made ``tensor``; returns whether that could be done in place.
-
-    A backward then passes a node that is younger than everything computed so far before it passes any of that. Nothing
-    is put where the tensor's own node is the youngest. No public call does it without making another tensor, and none
-    tells which node was made last in this thread. (torch 2.11 to 2.15)
-    """
-    if type(tensor) is not torch.Tensor or tensor._is_view():
-        # An in-place change of a view rewrites its history, without the node. Other classes see an operation.
-        return False
-    node: Any = tensor.grad_fn
-    if node._sequence_nr() + 1 == _next_sequence_nr():
-        return True
-    # Modes see an operation, too.
-    return not torch._C._len_torch_dispatch_stack() and _lift(tensor) is tensor
-
-
-_next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+#: Gives a tensor back, with a node of autograd's behind the one that it had. Around it in Python it takes longer.
+lift: Callable[[torch.Tensor], torch.Tensor] = torch.ops.aten.lift.default._op
+#: The number that the next node of autograd's in this thread gets, and that of a node. (torch 2.11 to 2.15)
+next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+sequence_nr: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 #: Lets autograd take tensors for changed by in-place operations as often as numbers say, one for each. It refuses a

@@ -36,7 +36,7 @@ from .planning.plan import (
 )
 from .planning.values import send_from_first
 from .runtime.boundary import watch_output
-from .runtime.buffers import FlatBuffer, piece_in, view_of
+from .runtime.buffers import Copies, FlatBuffer, piece_in, view_of
 from .runtime.gathered import GatheredParameters, refuse_escape, unshard_due
 from .runtime.gradients import Gradients
 from .runtime.hooks import ForwardHooks, output_hook
@@ -44,7 +44,7 @@ from .runtime.module_state import ModuleState
 from .runtime.order import ExecutionOrder
 from .runtime.parameters import Bindings, GradientTarget, HeldParameters, Shown, Swap, become, part_of_master
 from .runtime.placed import PlacedUnit
-from .runtime.reduce import Contribution, Copies, ReductionInput
+from .runtime.reduce import Contribution, ReductionInput
 from .runtime.replaced import replaced_parameters
 from .runtime.root import Root, root_of
 from .runtime.states import Fresh, Phase, Reshard, UnitState

@@ -186,7 +186,7 @@ class FlatParamHandle:
     @property
     def sharded_grad(self) -> torch.Tensor | None:
         """This rank's reduced gradient of the flat parameter (``[shard_numel]``); None where nothing has one."""
-        return None if self.unit is None else self.unit.flat_gradients.reduced_shard()
+        return None if self.unit is None else self.unit.gradients.reduced_shard()
 
     @property
     def unsharded_numel(self) -> int:

@@ -90,7 +90,7 @@ class InstanceParameters(HeldParameters):
         if gathered.prepared and gathered.bindings.shown is not Shown.ORIGINALS:
             gathered.conceal()
             gathered.bindings.show(Shown.ORIGINALS)
-        unit.flat_gradients.drop_unreduced_if_cleared()
+        unit.gradients.drop_unreduced_if_cleared()
         unit.take_up_home()
         # Others, where the flat parameter was moved or cast.
         held, gathered = unit.held, unit.gathered

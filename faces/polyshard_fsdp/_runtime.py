@@ -271,7 +271,7 @@ class FSDPRoot(Root):
         if not self.synchronises:
             for unit in self.units:
                 assert isinstance(unit, FlatUnit)
-                unit.flat_gradients.show_unreduced()
+                unit.gradients.show_unreduced()
 
     @override
     def _turn(self) -> None:

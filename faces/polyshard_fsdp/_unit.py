@@ -124,10 +124,6 @@ class FlatUnit(Unit):
         return FlatGradients(self)
 
     @property
-    def flat_gradients(self) -> FlatGradients:
-        return self.gradients
-
-    @property
     def misplaced(self) -> bool:
         """Whether a user moved offloaded parameters out of host memory."""
         return self.parks and self.flat_param.device.type != "cpu"
@@ -164,9 +160,9 @@ class FlatUnit(Unit):
         Raises:
             StateError: they do.
         """
-        self.flat_gradients.drop_unreduced_if_cleared()
+        self.gradients.drop_unreduced_if_cleared()
         moves = data.dtype != self.master.dtype or data.device != self.master.device
-        if moves and self.flat_gradients.unreduced:
+        if moves and self.gradients.unreduced:
             raise StateError(
                 f"The parameters of '{self.name}' on rank {self.ranks.world.rank} cannot become {data.dtype} on "
                 f"{data.device} while gradients of backwards under no_sync() wait to be reduced. Move or cast the "
@@ -299,7 +295,7 @@ class FlatGathered(GatheredParameters):
     def choose_buffer(self, training: bool) -> None:
         super().choose_buffer(training)
         if self.follows_mode:
-            self.unit.flat_gradients.choose(full_precision=not training)
+            self.unit.gradients.choose(full_precision=not training)
 
     @override
     def show(self) -> None:

@@ -145,7 +145,7 @@ class _Summoned:
                 parameter.grad = None
         unit.withdraw_whole()
         for parameter, gradient in zip(unit.held.tensors, self._shelved or (), strict=False):
-            unit.flat_gradients.show(parameter, gradient)
+            unit.gradients.show(parameter, gradient)
         unit.gathered.order_gathers_after_writes()
 
 
@@ -171,7 +171,7 @@ def _gather_gradients(unit: FlatUnit) -> tuple[torch.Tensor, list[bool]]:
     present = torch.tensor([float(parameter.grad is not None) for parameter in unit.held.tensors], device=device)
     if shard is not None:
         shard.all_reduce(present, op=ReduceOp.MAX).wait()
-    own = unit.flat_gradients.reduced_shard()
+    own = unit.gradients.reduced_shard()
     if own is None:
         own = torch.zeros(unit.layout.shard_numel, dtype=unit.dtypes.grad, device=unit.master.device)
     whole = gather_whole(unit, own)
@@ -213,7 +213,7 @@ def _refuse_arguments(
 
 
 def _refuse_unreduced(unit: FlatUnit) -> None:
-    if unit.flat_gradients.shows_unreduced and not _keeps_gradients(unit):
+    if unit.gradients.shows_unreduced and not _keeps_gradients(unit):
         raise StepAssertionError(
             f"with_grads=True while the gradients of unit '{unit.name}' on rank {unit.ranks.world.rank} are those of a "
             "backward under no_sync(), whole and not reduced. Read them outside, or after a backward that synchronises."

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from ..errors import CollectiveError, StateError, UnsupportedError
+from ..errors import CollectiveError, PolyshardError, StateError, UnsupportedError
 from ..functions.torch_functions import replacing_values
 from ..functions.whole import WholeGather, gather_inner, whole_on_this_rank
 from ..io.progress import reporting_progress
@@ -182,7 +182,13 @@ class ShardedModel:
 
     def refuse_moved(self) -> None:
         """Raise ParameterChangedError where modules moved, so that a name is another parameter's now."""
-        self._root.refuse_moved()
+        registrations = self._root.registrations
+        if registrations is not None:
+            try:
+                registrations.refuse_moved()
+            except PolyshardError as error:
+                self.tell_failure(error)
+                raise
 
     def meeting(
         self, operation: str, groups: Iterable[Collectives | None], detail: str = ""
@@ -336,7 +342,7 @@ class ShardedModel:
 
     def step_obstacle(self) -> str | None:
         """Why the next step cannot be recorded or replayed; None where it can."""
-        if self._root.audit is not None:
+        if self._root.audit.compares:
             return "No warm-up step ran the model forward and backward. Let train_step do both."
         return graph.step_obstacle(self._root)
 

@@ -112,13 +112,6 @@ def issued(work: Any, operation: str, collectives: Collectives, unit: UnitSpec |
     return done
 
 
-def _can_be_packed(among: Collectives, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Whether gathers may lie elsewhere in between. What does not fit is left to their own checks."""
-    return not among.capabilities.fixed_addresses and all(
-        out.nbytes == among.world_size * shard.nbytes and out.dtype is shard.dtype for out, shard in pairs
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class CollectivesCapabilities:
     """The features of a backend. The engine asks these, and never a backend's name or type."""
@@ -263,8 +256,15 @@ class Collectives(ABC):
         less time than many launches. Number, sizes and order of ``pairs`` are the same on every rank; dtypes may differ
         between pairs.
         """
-        if len(pairs) > 1 and sum(out.nbytes for out, _ in pairs) <= PACKED_NBYTES and _can_be_packed(self, pairs):
-            return _PackedGather(self, pairs)
+        if len(pairs) > 1 and not self.capabilities.fixed_addresses:
+            ranks, nbytes = self.world_size, 0
+            for out, shard in pairs:
+                nbytes += out.nbytes
+                # What does not fit is left to the operation's own checks.
+                if nbytes > PACKED_NBYTES or out.nbytes != ranks * shard.nbytes or out.dtype is not shard.dtype:
+                    break
+            else:
+                return _PackedGather(self, pairs)
         return _Together([issued(self.all_gather(out, shard), "all_gather", self) for out, shard in pairs])
 
     @abstractmethod

@@ -98,10 +98,9 @@ class ManagedParameter:
     dim: int = 0
     """Along which ranks cut it, evenly where that is not 0."""
 
-
-def names_behind(prefix: str, parameter: ManagedParameter) -> tuple[str, ...]:
-    """Its names where the module that they are relative to is called ``prefix``; empty for the outermost."""
-    return tuple(f"{prefix}.{name}" if prefix else name for name in parameter.names)
+    def names_behind(self, prefix: str) -> tuple[str, ...]:
+        """Its names where the module that they are relative to is called ``prefix``; empty for the outermost."""
+        return tuple(f"{prefix}.{name}" if prefix else name for name in self.names)
 
 
 def find_split_modules(

@@ -102,6 +102,21 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
+def put_node_behind(tensor: torch.Tensor) -> bool:
+    """Put a node that does nothing behind the one that made ``tensor``; returns whether that could be done in place.
+
+    A backward then passes a node that is younger than everything computed so far before it passes any of that. Nothing
+    is put where the tensor's own node is the youngest. No public call does it without making another tensor.
+    """
+    if type(tensor) is not torch.Tensor or tensor._is_view():
+        # An in-place change of a view rewrites its history, without the node. Other classes see an operation.
+        return False
+    if _torch_private.sequence_nr(tensor.grad_fn) + 1 == _torch_private.next_sequence_nr():
+        return True
+    # Modes see an operation, too.
+    return not _torch_private.dispatch_modes() and _torch_private.lift(tensor) is tensor
+
+
 def adopt_in_place(given: Sequence[torch.Tensor], passed: Sequence[torch.Tensor], hook: Hook) -> bool:
     """Let the caller's tensors have the history of in-place changes that a module made to its inputs.
 
@@ -138,16 +153,16 @@ def watch_output(output: Any, hook: Hook, hang: Callable[[torch.Tensor, Hook], A
     if isinstance(output, torch.Tensor):
         if output.grad_fn is None:
             return output, False
-        if _torch_private.put_node_behind(output):
+        if put_node_behind(output):
             hang(output, hook)
             return output, True
     # What is an attribute of an object is not exchanged there: where a new node needs another tensor, it has none.
     watched = [tensor for tensor in iter_hidden_tensors(output) if _has_graph(tensor)]
     for tensor in watched:
-        _torch_private.put_node_behind(tensor)
+        put_node_behind(tensor)
     others: list[torch.Tensor] = []
     for tensor in distinct_tensors(output, _has_graph):
-        (watched if _torch_private.put_node_behind(tensor) else others).append(tensor)
+        (watched if put_node_behind(tensor) else others).append(tensor)
     if others:
         passed = pass_through(_nothing, others)
         output = exchanged(others, passed, output)
@@ -163,7 +178,7 @@ def _watch_transformed(tensors: Iterable[torch.Tensor], hook: Hook) -> bool:
     parts = {id(part): part for part in found}
     with _torch_private.outside_of_transforms():
         for part in parts.values():
-            _torch_private.put_node_behind(part)
+            put_node_behind(part)
             on_gradient(part, hook)
     return bool(parts)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -195,6 +197,57 @@ class FlatBuffer:
             # Meta tensors have no addresses.
             return self.attached and tensor.untyped_storage() is self.flat.untyped_storage()
         return self.attached and 0 <= tensor.data_ptr() - self.address < self.nbytes
+
+
+class Copies(NamedTuple):
+    """Copies that are still to run. They hold their sources until the reduction of their targets is retired."""
+
+    zeroed: list[torch.Tensor]
+    """Ranges without a gradient."""
+    places: list[torch.Tensor]
+    sources: list[torch.Tensor]
+    """One gradient for each of ``places``."""
+    spent: list[FlatBuffer]
+    """Buffers that nothing reads any more once the reduction is retired."""
+    columns: list[torch.Tensor] | tuple[()] = ()
+    """Of a merged reduction: what stands side by side in its input, each ``[ranks, n]``. Gradients that need no other
+    form are among them."""
+
+    def run(self) -> None:
+        """Write everything, by two launches at most."""
+        if self.zeroed:
+            _torch_private.foreach_zero_(self.zeroed)
+        if self.sources:
+            _torch_private.foreach_copy_(self.places, self.sources)
+
+    def release(self) -> None:
+        """Release the buffers that are spent."""
+        for buffer in self.spent:
+            buffer.release()
+
+
+def joined(copies: Sequence[Copies]) -> Copies:
+    if len(copies) == 1:
+        return copies[0]
+    return Copies(*(list(chain.from_iterable(kind)) for kind in zip(*copies, strict=True)))
+
+
+def copies_into(buffer: FlatBuffer, gradients: list[torch.Tensor | None], *, some_in_place: bool = False) -> Copies:
+    """The copies of ``gradients`` that ``buffer`` lacks, one a view: None for zeros; some may be computed in place."""
+    if buffer.ranked:
+        gradients = buffer.rank_by_rank(gradients)
+    zeroed, present = list(buffer.gaps), [gradient for gradient in gradients if gradient is not None]
+    if len(present) == len(gradients) and not some_in_place:
+        return Copies(zeroed, buffer.views, present, [])
+    copies = Copies(zeroed, [], [], [])
+    for view, gradient in zip(buffer.views, gradients, strict=True):
+        if gradient is None:
+            # An unused parameter, on this rank or on all: its range is zero.
+            zeroed.append(view)
+        elif not some_in_place or gradient.data_ptr() != view.data_ptr():
+            copies.places.append(view)
+            copies.sources.append(gradient)
+    return copies
 
 
 class Stage:

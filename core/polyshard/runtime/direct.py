@@ -72,7 +72,7 @@ def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     direct: Direct = module.__dict__[_DIRECT]
     recomputes = _torch_private.in_backward()
     # Selective checkpoints hand out the product that they kept, and allow no other operation in its place.
-    unfilled = recomputes and direct.ends_recomputation and not _torch_private.in_dispatch_mode()
+    unfilled = recomputes and direct.ends_recomputation and not _torch_private.dispatch_modes()
     try:
         output: torch.Tensor = DirectLinear.apply(  # type: ignore[no-untyped-call]
             input, weight, bias, direct, None, unfilled

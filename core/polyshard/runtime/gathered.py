@@ -91,8 +91,8 @@ class GatheredParameters:
         self._leaf_forms = [(index, each.leaf) for index, each in enumerate(unit.parameters) if each.leaf is not None]
         # Their gradients are redistributed by name: uneven ones may lie in another order on other ranks of their mesh.
         self._leaf_forms.sort(key=lambda pair: unit.parameters[pair[0]].names)
-        # The versions of whole parameters that modules hold between forward and backward; None where they hold none.
-        self._held: Sequence[int] | None = None
+        #: The versions of whole parameters that modules hold outside of compute; None where they hold none.
+        self.held_versions: Sequence[int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -291,7 +291,7 @@ class GatheredParameters:
             for observer in unit.observers:
                 observer(UnitEvent(UnitOperation.WAIT, unit.spec))
             streams.arrive(self)
-            if root.audit is not None:
+            if root.audit.compares:
                 self._compare(root.audit)
             for observer in unit.observers:
                 observer(UnitEvent(UnitOperation.WAIT, unit.spec, begins=False))
@@ -331,7 +331,7 @@ class GatheredParameters:
     def hold(self) -> None:
         """Let modules hold whole parameters outside of compute, too: nothing may be written to them there."""
         self.show()
-        self._held = self.buffer.versions
+        self.held_versions = self.buffer.versions
 
     def hide(self) -> None:
         """``conceal``, unless the parameters stay whole until backward and modules hold them so."""
@@ -346,7 +346,7 @@ class GatheredParameters:
         Raises:
             ParameterChangedError: once; what was written is dropped.
         """
-        if self._held is not None and self._held != self.buffer.versions:
+        if self.held_versions is not None and self.held_versions != self.buffer.versions:
             self.reshard()
             raise ParameterChangedError(
                 f"Whole parameters of '{self.unit.name}' were written to outside of its forward (rank "
@@ -368,13 +368,14 @@ class GatheredParameters:
                 kept = unit.keeps_whole and bindings.shown is Shown.VIEWS
                 if kept and unit.held.take_trained(self.leaves):
                     unit.held.follow_requires_grad()
-                self._held = None
+                self.held_versions = None
                 bindings.show(shown)
 
     def reshard(self) -> None:
         """Release the gather buffer, and what is kept of it behind a forward."""
-        self.conceal()
         unit = self.unit
+        if self.prepared and self.bindings.shown is not Shown.ORIGINALS:
+            self.conceal()
         if unit.permanent or self.state is UnitState.SHARDED:
             return
         self.fresh = Fresh.NOT
@@ -501,12 +502,12 @@ def unshard_together(due: Sequence[GatheredParameters]) -> None:
     root = due[0].unit.root
     entry = root.recorder.issue("all_gather", [each.unit.spec for each in due], root.phase is Phase.BACKWARD)
     try:
-        if root.audit is not None or root.announce is not None:
+        if root.audit.compares or root.audit.announces:
             # Among those that gather: replicas may evaluate apart.
             for same in alike(due, [id(each.source.group) for each in due]) if len(due) > 1 else (due,):
                 among = same[0].source.group
                 if among is not None:
-                    names = [each.unit.name if root.audit is None else each.description for each in same]
+                    names = [each.description if root.audit.compares else each.unit.spec.label for each in same]
                     root.streams.meet(among.announce, "all_gather of " + ", ".join(names))
         root.streams.gather(due)
     except BaseException as error:

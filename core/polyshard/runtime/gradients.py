@@ -77,6 +77,8 @@ class Gradients:
         #: Whether parameters of a reduced unit that no rank had a gradient of get zeros, and not None.
         self.fills_unused = False
         self._reduced_once = False
+        #: Whether they are reduced in the backward that runs.
+        self.reduced = False
         #: Told of gradients that no later one of the backward is added to; None where nobody steps there.
         self.stepper: BackwardStep | None = None
         #: The places (``CommStreams.here``) at which the gradients of the next reduction were computed, and those in
@@ -253,7 +255,7 @@ class Gradients:
     def end_backward(self) -> None:
         """Run the user's hooks on the originals, into which autograd itself accumulates nothing."""
         self.missed = self.bare = frozenset()
-        self._reduced_once = False
+        self._reduced_once = self.reduced = False
         if not any(map(_torch_private.hooks_after_accumulation, self._owners)):
             return
         for owner in self._owners:

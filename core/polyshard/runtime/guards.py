@@ -14,7 +14,7 @@ The others refuse backwards whose gradients nobody would reduce, or of other val
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -31,11 +31,13 @@ from .. import _torch_private
 from ..errors import (
     AlreadyShardedError,
     ParameterChangedError,
+    RankMismatchError,
     StateError,
 )
 from ..planning.plan import MODULE_STATE_ATTRIBUTE, ManagedParameter
 from .module_state import ModuleState
-from .states import UnitState
+from .peers import refuse_different_batches
+from .states import Phase, UnitState
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -240,11 +242,41 @@ def _registered(module: nn.Module, name: str, value: object) -> None:
         guard.note()
 
 
-def refuse_differentiable_gradients(unit: Unit) -> None:
-    """Raise StateError if a view's gradient has a graph of its own."""
-    for leaf, parameter in zip(unit.gathered.leaves, unit.parameters, strict=True):
-        if leaf.grad is not None and leaf.grad.requires_grad:
-            raise gradients_without_graph(parameter.names[0], unit.ranks.world.rank)
+def compare_batch(root: Root, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+    """Compare the arguments of the outermost forward among the ranks that must see the same, in the first step.
+
+    Raises RankMismatchError: they differ; on all of these ranks. Others are told.
+    """
+    group, root.same_batch = root.same_batch, None
+    if group is None or not root.audit.compares or root.audit.done or root.phase is not Phase.IDLE:
+        return
+    with root.meeting("comparison of the batch", (group,)):
+        try:
+            refuse_different_batches(group, root.rank, type(module).__name__, args, kwargs)
+        except RankMismatchError as error:
+            root.recorder.post_error(error)
+            # Compared again, where the program goes on with another one.
+            root.same_batch = group
+            raise
+
+
+def refuse_inner_gradients(root: Root, pending: Sequence[Unit]) -> None:
+    """Raise for gradients of ``pending`` that came inside of a forward, and that nobody may reduce. They are dropped.
+
+    Raises StateError: they are gradients of averages or of outdated values, or are to be differentiated again.
+    """
+    try:
+        refuse_replaced(root)
+        if root.outdated:
+            refuse_outdated(root)
+        for unit in pending:
+            for leaf, parameter in zip(unit.gathered.leaves, unit.parameters, strict=True):
+                if leaf.grad is not None and leaf.grad.requires_grad:
+                    raise gradients_without_graph(parameter.names[0], unit.ranks.world.rank)
+    except StateError:
+        for unit in pending:
+            unit.discard_gradients()
+        raise
 
 
 def gradients_without_graph(name: str, rank: int) -> StateError:

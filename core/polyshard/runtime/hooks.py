@@ -40,7 +40,7 @@ from .activation_checkpoint import Checkpointed, Region, Running, may_have_backw
 from .backward import BackwardAction, ForwardRecord, Point
 from .boundary import Hook, adopt_in_place, exchanged, pass_through, pass_through_in, watch_output
 from .gathered import gradient_of, refuse_escape, show_whole, unshard_ahead
-from .guards import gradients_without_graph
+from .guards import compare_batch, gradients_without_graph
 from .module_state import ModuleState
 from .root import Root
 from .states import BackwardState, Phase, Reshard
@@ -194,7 +194,7 @@ class ForwardHooks:
         # In a backward that raised, too: none runs.
         if root.phase is not Phase.FORWARD:
             if root.same_batch is not None:
-                root.compare_batch(self.module, args, kwargs)
+                compare_batch(root, self.module, args, kwargs)
             root.begin_forward(module_state, self.module)
         self._outer_error = id(sys.exception())
         module_state.entered += 1
@@ -455,7 +455,9 @@ def pre_backward(
         What replaces them; without them, the hook for what takes their place; None where nothing does.
     """
     root = module_state.root
-    root.enter_backward()
+    # Nearly always another module's output was first.
+    if root.phase is not Phase.BACKWARD or root.backward_may_end() is None:
+        root.enter_backward()
     again = torch.is_grad_enabled()
     if again and root.backward.accumulates:
         raise gradients_without_graph(module_state.label, module_state.rank)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from operator import is_not
+from operator import is_not, methodcaller
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 from weakref import WeakSet
 
@@ -17,11 +17,12 @@ from typing_extensions import override
 from ..errors import StateError, UnshardedUseError
 from ..interfaces import InputCast, OutputCast, UnitEvent, UnitOperation
 from ..planning.groups import UnitRanks
-from ..planning.plan import ManagedParameter, modules_called, names_behind
+from ..planning.plan import ManagedParameter, modules_called
 from .activation_checkpoint import may_have_backward
 from .backward import BackwardAction, ForwardRecord, Point
 from .gathered import show_whole, unshard_ahead, unshard_due
 from .order import ExecutionOrder
+from .parameters import Shown
 from .reduce import Contribution
 from .states import BackwardState, Fresh, Reshard, UnitState
 from .unit import Unit
@@ -101,6 +102,8 @@ class ModuleState:
         self.trained_in_forward = True
         #: Whether the backward that runs goes through what another one computed.
         self.differentiated_again = False
+        #: Whether some ranks compute with it, and others pass it by; and whether that ever was so.
+        self.shared = self.was_shared = False
         #: Whether other ranks may have gradients where this one has none, so that it reduces with them.
         self.joins_reduction = False
 
@@ -128,7 +131,7 @@ class ModuleState:
             own = unit.spec.module_name
             # Units that were merged keep the name of their module.
             module_name = name if own == before else f"{prefix}.{own}" if prefix else own
-            unit.join(module_name, names_of or partial(names_behind, prefix), ranks_of)
+            unit.join(module_name, names_of or methodcaller("names_behind", prefix), ranks_of)
 
     @property
     def label(self) -> str:
@@ -183,9 +186,12 @@ class ModuleState:
     def end_forward(self) -> None:
         """The outermost forward ended: release units that no backward comes back to."""
         self.entered = 0
+        # What is kept for backward may not depend on who computed.
+        self.awaits_backward |= self.shared and torch.is_grad_enabled()
         for unit in self.units:
             if unit.gathered.state is UnitState.SHARDED:
-                unit.gathered.conceal()
+                if unit.gathered.bindings.shown is not Shown.ORIGINALS:
+                    unit.gathered.conceal()
             elif unit.gathered.fresh is Fresh.RETAINED or unit.gathered.state is UnitState.SHARDED_POST_FORWARD:
                 # Whether a part is kept may not depend on this rank's outputs, as ``awaits_backward`` does: others
                 # gather from their parts.
@@ -277,7 +283,7 @@ class ModuleState:
             its = unit.gradients
             if synchronises and (self.all_reduces or not unit.ranks.defers):
                 reduced.append((its.contribute(gradients, root.streams), gradients))
-                unit.reduced = True
+                its.reduced = True
             elif synchronises and unit.ranks.reduction is not None:
                 reduced.append((its.contribute_among_near(gradients, root.streams), gradients))
             else:

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -272,17 +272,32 @@ def _described(tensor: torch.Tensor) -> Any:
 
 
 class Audit:
-    """The first step, in which ranks announce each collective before it is issued, with what travels.
+    """Ranks announce each collective before it is issued: in the first step with what travels, later where that is
+    cheap.
 
     Ranks that disagree would otherwise hang, or mix up bytes. Later steps mostly repeat the first, so that the first
     alone pays for the exchange where announcements are dear, unless ``check_ranks="always"``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, collectives: Collectives, check_ranks: bool | Literal["always"]) -> None:
+        can = collectives.capabilities
+        #: Whether ranks compare the names of what they issue, in every step.
+        self.announces = bool(check_ranks) and can.announces
+        self._can, self._always = bool(check_ranks) and can.can_communicate, check_ranks == "always"
+        self.begin()
+
+    def begin(self) -> None:
+        """Compare what travels until the next backward has ended, as in the first step."""
+        #: Whether ranks compare what travels, too.
+        self.compares = self._can
         #: Whether a whole forward was compared. Its backward still is, if there is one; the next forward is not.
         self.done = False
         #: The units whose gather was compared.
         self.gathered: set[str] = set()
+
+    def end(self) -> None:
+        """Compare no more, unless always: what follows repeats what was compared."""
+        self.compares = self.compares and self._always
 
     def compare_gathered(
         self, group: Collectives, unit: str, buffer: torch.Tensor, own: torch.Tensor, sent: torch.Tensor | None

@@ -276,14 +276,16 @@ class PlacedParameters(HeldParameters):
     @override
     def adopt_changes(self) -> None:
         unit, gathered = self._unit, self._unit.gathered
-        if self.changed:
+        # As ``changed``, without a call: asked of every unit in every forward.
+        if self.exchanged or list(map(_address_of, self._views)) != self._addresses:
             self.take_over()
             if unit.held is not self:
                 # Over another master now.
                 unit.held.adopt_changes()
                 return
         if unit.keeps_whole:
-            gathered.refuse_lost_writes()
+            if gathered.held_versions is not None:
+                gathered.refuse_lost_writes()
             gathered.conceal()
         elif gathered.fresh is Fresh.AHEAD:
             # Modules may hold views, which are no changes.
@@ -292,7 +294,7 @@ class PlacedParameters(HeldParameters):
             self.require_values("A forward")
         if self.flat is not None:
             self.flat.adopt_changes()
-        if self.retrained() and gathered.prepared:
+        if list(map(_is_trained, self.tensors)) != self._trained and self.retrained() and gathered.prepared:
             self.follow_requires_grad()
 
     def take_over(self) -> None:
@@ -514,7 +516,8 @@ class PlacedParameters(HeldParameters):
             ParameterMovedError: naming the parameter.
             ParameterChangedError: whole ones were written to.
         """
-        self._unit.gathered.refuse_lost_writes()
+        if self._unit.gathered.held_versions is not None:
+            self._unit.gathered.refuse_lost_writes()
         if self.exchanged:
             lies = map(is_, map(_torch_private.local_tensor, self.tensors), self._views)
             moved = next((slot for slot, same in enumerate(lies) if not same), None)
@@ -524,7 +527,7 @@ class PlacedParameters(HeldParameters):
                 f"{self._unit.ranks.world.rank}. Replace it before the forward or after the backward."
             )
         # Autograd asks a leaf whether it wants its gradient when that arrives.
-        if self.retrained():
+        if list(map(_is_trained, self.tensors)) != self._trained and self.retrained():
             self.follow_requires_grad()
 
 

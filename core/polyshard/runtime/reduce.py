@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, repeat
+from itertools import repeat
 from operator import attrgetter, is_
 from typing import NamedTuple, Protocol
 
@@ -21,7 +21,7 @@ from ..planning import thresholds
 from ..planning.groups import ThenAllReduce, ThenToOwners, UnitRanks
 from ..planning.launches import Bucket, Buckets, ReduceMode, alike
 from ..planning.layout import FlatLayout, contiguous_stride, round_up
-from .buffers import FlatBuffer, parts_of, slices_of
+from .buffers import Copies, FlatBuffer, copies_into, joined, parts_of, slices_of
 from .peers import Audit
 from .recorder import Recorder
 from .streams import REDUCTIONS_ALIVE, CommStreams, Reduction
@@ -69,7 +69,7 @@ class Reducer:
     Args:
         limit: Bytes that wait at most in one bucket; 0 to send each reduction by itself.
         streams: Runs them beside compute.
-        announces: Whether ranks compare the names of the next units that all of them reduce, in every step.
+        audit: What ranks compare of each reduction.
         recorder: Remembers each communication before it is announced.
     """
 
@@ -77,15 +77,13 @@ class Reducer:
         self,
         limit: int,
         streams: CommStreams,
-        announces: bool,
+        audit: Audit,
         recorder: Recorder,
     ) -> None:
         self.streams = streams
-        #: In the first step ranks compare what travels, too, whatever they announce; else None.
-        self.audit: Audit | None = None
         #: Which units go together.
         self.buckets: Buckets[Contribution] = Buckets(limit)
-        self._announces = announces
+        self._audit = audit
         self._recorder = recorder
         # By the first of its members: backward reaches units in the same order in each step.
         self._merged: dict[ReductionInput, MergedInput] = {}
@@ -144,9 +142,9 @@ class Reducer:
         try:
             with self.streams.between(places):
                 # Experts that no token reached are reduced later than those of other groups.
-                if (self._announces or self.audit is not None) and members[0].ranks.spread == 1:
+                if (self._audit.announces or self._audit.compares) and members[0].ranks.spread == 1:
                     names = [each.unit.spec.name or "(root)" for each in members]
-                    if self.audit is not None:
+                    if self._audit.compares:
                         sizes = [(each.unit.launch_numel, each.input.dtype) for each in members]
                         names = [f"{name} ({n} elements of {of})" for name, (n, of) in zip(names, sizes, strict=True)]
                     self.streams.meet(members[0].ranks.world.announce, "reduction of " + ", ".join(names))
@@ -476,57 +474,6 @@ class ReductionInput:
         self.claimed.clear()
         if self._buffer is not None:
             self._buffer.release()
-
-
-class Copies(NamedTuple):
-    """Copies that are still to run. They hold their sources until the reduction of their targets is retired."""
-
-    zeroed: list[torch.Tensor]
-    """Ranges without a gradient."""
-    places: list[torch.Tensor]
-    sources: list[torch.Tensor]
-    """One gradient for each of ``places``."""
-    spent: list[FlatBuffer]
-    """Buffers that nothing reads any more once the reduction is retired."""
-    columns: Sequence[torch.Tensor] = ()
-    """Of a merged reduction: what stands side by side in its input, each ``[ranks, n]``. Gradients that need no other
-    form are among them."""
-
-    def run(self) -> None:
-        """Write everything, by two launches at most."""
-        if self.zeroed:
-            _torch_private.foreach_zero_(self.zeroed)
-        if self.sources:
-            _torch_private.foreach_copy_(self.places, self.sources)
-
-    def release(self) -> None:
-        """Release the buffers that are spent."""
-        for buffer in self.spent:
-            buffer.release()
-
-
-def joined(copies: Sequence[Copies]) -> Copies:
-    if len(copies) == 1:
-        return copies[0]
-    return Copies(*(list(chain.from_iterable(kind)) for kind in zip(*copies, strict=True)))
-
-
-def copies_into(buffer: FlatBuffer, gradients: list[torch.Tensor | None], *, some_in_place: bool = False) -> Copies:
-    """The copies of ``gradients`` that ``buffer`` lacks, one a view: None for zeros; some may be computed in place."""
-    if buffer.ranked:
-        gradients = buffer.rank_by_rank(gradients)
-    zeroed, present = list(buffer.gaps), [gradient for gradient in gradients if gradient is not None]
-    if len(present) == len(gradients) and not some_in_place:
-        return Copies(zeroed, buffer.views, present, [])
-    copies = Copies(zeroed, [], [], [])
-    for view, gradient in zip(buffer.views, gradients, strict=True):
-        if gradient is None:
-            # An unused parameter, on this rank or on all: its range is zero.
-            zeroed.append(view)
-        elif not some_in_place or gradient.data_ptr() != view.data_ptr():
-            copies.places.append(view)
-            copies.sources.append(gradient)
-    return copies
 
 
 class MergedInput:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .. import _torch_private
-from ..errors import PolyshardError, RankMismatchError, StateError, UnshardedUseError
+from ..errors import PolyshardError, StateError, UnshardedUseError
 from ..events import Events
 from ..interfaces import Collectives, OffloadManager, PrecisionCaster
 from .backward import BackwardPass, ForwardRecord
@@ -23,7 +23,7 @@ from .budget import Budget
 from .gathered import refuse_escape
 from .guards import (
     RegistrationGuard,
-    refuse_differentiable_gradients,
+    refuse_inner_gradients,
     refuse_outdated,
     refuse_released,
     refuse_replaced,
@@ -31,14 +31,14 @@ from .guards import (
 )
 from .module_state import ModuleState, ModuleUse
 from .order import ExecutionOrder
-from .peers import Audit, Peers, refuse_different_batches
+from .peers import Audit, Peers
 from .recorder import Recorder, Watch
 from .reduce import Reducer
 from .states import Phase, UnitState
 from .streams import CommStreams
 from .used_parameters import UsedParameters
 
-_reduced = attrgetter("reduced")
+_reduced = attrgetter("gradients.reduced")
 
 
 def root_of(module_state: ModuleState) -> Root:
@@ -112,19 +112,15 @@ class Root:
         # Whether every rank's backward that begins now does, whatever its graph reaches.
         self._named = False
         self.check_ranks = check_ranks
-        self._always = check_ranks == "always"
-        #: Ranks compare each collective, always or until the first backward has ended; None for no comparison.
-        self.audit: Audit | None = None
-        #: Called with what all ranks issue next; None where they do not compare it.
-        self.announce = collectives.announce if check_ranks and collectives.capabilities.announces else None
+        #: What ranks compare of collectives.
+        self.audit = Audit(collectives, check_ranks)
         #: Remembers what was issued, and names it in errors.
         self.recorder = streams.recorder = Recorder(collectives.rank)
         self.recorder.sender = streams
         if peers is not None:
             self.recorder.peers, self.recorder.watch = peers, Watch(self.recorder, peers, timeout_s)
         #: Issues the units' reductions, those of small ones together.
-        self.reducer = Reducer(execution_order.batch_nbytes, streams, self.announce is not None, self.recorder)
-        self.begin_audit()
+        self.reducer = Reducer(execution_order.batch_nbytes, streams, self.audit, self.recorder)
         self.module_states = tuple(module_states)
         #: Every unit, in module order. A merge moves one to another module state, and not in this list.
         self.units = tuple(unit for module_state in self.module_states for unit in module_state.units)
@@ -142,8 +138,8 @@ class Root:
         self.unfollowed = False
         #: Whether a flat parameter's gradient may have zeros in the place of missing ones: ``Gradients.unfilled``.
         self.unfilled = False
-        # Gives None once the backward that was entered last cannot end any more.
-        self._backward_may_end: Callable[[], object] = lambda: None
+        #: Gives None once the backward that was entered last cannot end any more.
+        self.backward_may_end: Callable[[], object] = lambda: None
         self._when_given_up = partial(_tell_failed_backward, weakref.ref(self))
         #: The backward that runs.
         self.backward: BackwardPass[ModuleState] = BackwardPass(self.units, self._turn)
@@ -166,9 +162,6 @@ class Root:
         self.timeout_s = timeout_s
         #: Modules that ranks agreed on the use of: [Note: skipped modules].
         self.uses: Mapping[nn.Module, ModuleUse] = {}
-        # Module states inside those that some ranks use, and others pass by; and all that ever were.
-        self._shared: Sequence[ModuleState] = ()
-        self._ever_shared: set[ModuleState] = set()
         #: What is above the runtime, and what ends it before the communicators, called with this root on every rank;
         #: None for nothing.
         self.attached: tuple[Any, Callable[[Root], None]] | None = None
@@ -224,7 +217,7 @@ class Root:
         ``told``: what else must be alike on all ranks, to be announced with ``operation``.
         """
         with self.recorder.during(operation):
-            if self.announce is not None:
+            if self.audit.announces:
                 for group in groups:
                     if group is not None:
                         self.streams.meet(group.announce, f"{operation}{told}")
@@ -236,34 +229,6 @@ class Root:
         streams.recorder = self.recorder
         self.recorder.sender = streams
 
-    def begin_audit(self) -> None:
-        """Compare collectives with the other ranks' until the next backward has ended, as in the first step."""
-        if self.check_ranks and self.collectives.capabilities.can_communicate:
-            self.audit = self.reducer.audit = Audit()
-
-    def end_audit(self) -> None:
-        """Compare no more, unless always: what follows repeats what was compared."""
-        if self._always:
-            return
-        self.audit = self.reducer.audit = None
-
-    def compare_batch(self, module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        """Compare the arguments of the outermost forward among the ranks that must see the same, in the first step.
-
-        Raises RankMismatchError: they differ; on all of these ranks. Others are told.
-        """
-        group, self.same_batch = self.same_batch, None
-        if group is None or self.audit is None or self.audit.done or self.phase is not Phase.IDLE:
-            return
-        with self.meeting("comparison of the batch", (group,)):
-            try:
-                refuse_different_batches(group, self.rank, type(module).__name__, args, kwargs)
-            except RankMismatchError as error:
-                self.recorder.post_error(error)
-                # Compared again, where the program goes on with another one.
-                self.same_batch = group
-                raise
-
     def begin_forward(self, outermost: ModuleState, module: nn.Module) -> None:
         """The outermost forward starts."""
         if self.phase is not Phase.IDLE:
@@ -271,8 +236,8 @@ class Root:
             self.refuse_ended("A forward")
         if self.recorder.peers is not None and self.recorder.peers.posted:
             self.recorder.peers.withdraw()
-        if self.audit is not None and self.audit.done:
-            self.end_audit()
+        if self.audit.compares and self.audit.done:
+            self.audit.end()
         if self.backward_step is not None:
             self.backward_step.before_use("A forward")
         refuse_unseen_gradients(self)
@@ -289,7 +254,9 @@ class Root:
         self.active = outermost
         self.forward_record = ForwardRecord(outermost, module, torch.is_grad_enabled())
         for unit in self.units:
-            unit.gathered.conceal()
+            bindings = unit.gathered.bindings
+            if bindings.shown is not bindings.elsewhere:
+                unit.gathered.conceal()
         self.begin_gathers()
         self.execution_order.begin_forward()
         # Not where gathers begin: a CUDA graph that replays begins some, and measures nothing.
@@ -337,15 +304,6 @@ class Root:
             self.recorder.post_error(error)
             raise
 
-    def refuse_moved(self) -> None:
-        """Raise ParameterChangedError where modules moved, so that a name is another parameter's now."""
-        if self.registrations is not None:
-            try:
-                self.registrations.refuse_moved()
-            except PolyshardError as error:
-                self.recorder.post_error(error)
-                raise
-
     def begin_gathers(self) -> None:
         """Let gathers from here on read the masters as they are now, whoever changed them."""
         if self.backward_step is not None:
@@ -367,22 +325,11 @@ class Root:
         self.phase = Phase.IDLE
         self.unfollowed = torch.is_grad_enabled()
         self.execution_order.end_forward()
-        if self.audit is not None:
-            self.audit.done = True
-        for module_state in self._shared:
-            # What is kept for backward may not depend on who computed.
-            module_state.awaits_backward |= torch.is_grad_enabled()
+        self.audit.done = True
         for module_state in self.module_states:
             module_state.end_forward()
         if self.events.steps and not any(module_state.awaits_backward for module_state in self.module_states):
             self.events.step_end(self.module_states[0].module)
-
-    def share(self, module_states: Sequence[ModuleState]) -> None:
-        """Only some ranks compute with ``module_states`` in forwards from here on, and the others pass them by."""
-        self._shared = module_states
-        if not self._ever_shared.issuperset(module_states):
-            self._ever_shared.update(module_states)
-            self.begin_audit()
 
     def refuse_escape(self, output: object) -> None:
         """Raise UnshardedUseError if ``output`` lies in memory of a unit."""
@@ -391,7 +338,7 @@ class Root:
     def enter_backward(self) -> None:
         """A gradient reached one of the outputs."""
         if self.phase is Phase.BACKWARD:
-            if self._backward_may_end() is not None:
+            if self.backward_may_end() is not None:
                 return
             # An earlier one raised.
             self.abandon()
@@ -413,7 +360,7 @@ class Root:
             refuse_replaced(self)
         elif not self.last_backward:
             refuse_released(self)
-        self._backward_may_end = _torch_private.queue_after_backward(self.end_backward, self._when_given_up)
+        self.backward_may_end = _torch_private.queue_after_backward(self.end_backward, self._when_given_up)
 
     def end_inner_backward(self) -> None:
         """Reduce gradients of backwards that ended inside of the forward that runs in this thread, if one does.
@@ -428,16 +375,7 @@ class Root:
         pending = [unit for unit in self.units if unit.gathered.pending]
         if not pending:
             return
-        try:
-            refuse_replaced(self)
-            if self.outdated:
-                refuse_outdated(self)
-            for unit in pending:
-                refuse_differentiable_gradients(unit)
-        except StateError:
-            for unit in pending:
-                unit.discard_gradients()
-            raise
+        refuse_inner_gradients(self, pending)
         self._follow_last_forward()
 
     def _follow_last_forward(self) -> None:
@@ -452,12 +390,12 @@ class Root:
     def backward_to_named(self) -> Iterator[None]:
         """Inside, a backward to parameters that all ranks named: each takes part, whichever its graph reaches."""
         self.leave_failed_backward()
-        before, self._named = self._backward_may_end, True
+        before, self._named = self.backward_may_end, True
         try:
             yield
         finally:
             self._named = False
-        if self._backward_may_end is before and self.phase is Phase.IDLE and self.forward_record.records:
+        if self.backward_may_end is before and self.phase is Phase.IDLE and self.forward_record.records:
             self._follow_last_forward()
 
     def _turn(self) -> None:
@@ -483,7 +421,8 @@ class Root:
         self._decide_budget()
         # A forward that differentiates inside itself goes on.
         self.phase = Phase.IDLE if self.active is None else Phase.FORWARD
-        self.end_audit()
+        if self.audit.compares:
+            self.audit.end()
         if self.events.steps:
             self.events.step_end(self.module_states[0].module)
 
@@ -500,9 +439,9 @@ class Root:
         used_parameters = self._counted_parameters()
         self._unfinished = False
         if used_parameters is not None:
-            if self.announce is not None:
+            if self.audit.announces:
                 with self.recorder.during("end of a backward", backward=True):
-                    self.streams.meet(self.announce, "end of a backward")
+                    self.streams.meet(self.collectives.announce, "end of a backward")
             used_parameters.exchange(self.streams)
         self.streams.drain()
         for offload in self._parking:
@@ -513,8 +452,7 @@ class Root:
             used_parameters.drop_unused()
             self.unfilled = used_parameters.unfilled
         for unit in self.units:
-            if unit.reduced:
-                unit.reduced = False
+            if unit.gradients.reduced:
                 unit.gradients.end_backward()
         self.execution_order.end_backward()
 
@@ -576,7 +514,7 @@ class Root:
             module_state.reset()
             for unit in module_state.units:
                 unit.gathered.reshard()
-                unit.reduced = False
+                unit.gradients.reduced = False
                 unit.discard_gradients()
 
     def start_over(self) -> None:
@@ -591,7 +529,7 @@ class Root:
         Modules hold the originals again: a program that catches the error may read and change them. All else waits for
         ``abandon``, since communications in flight may wait for ranks that have not heard of it.
         """
-        if reference is not self._backward_may_end or self.phase is not Phase.BACKWARD:
+        if reference is not self.backward_may_end or self.phase is not Phase.BACKWARD:
             return
         if self.active is None:
             for unit in self.units:

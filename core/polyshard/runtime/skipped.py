@@ -56,7 +56,12 @@ def agree_on_use(root: Root, model: nn.Module, uses: Mapping[nn.Module, bool]) -
     with root.meeting("agreement on the use of modules", groups):
         for group in groups:
             _exchange(group, root.rank, list(root.uses.values()))
-    root.share([state for use in root.uses.values() if use.anywhere and not use.everywhere for state in use.states])
+    shared = {state for use in root.uses.values() if use.anywhere and not use.everywhere for state in use.states}
+    if any(not state.was_shared for state in shared):
+        root.audit.begin()
+    for state in root.module_states:
+        state.shared = state in shared
+        state.was_shared |= state.shared
 
 
 def _described(root: Root, model: nn.Module, modules: Iterable[nn.Module]) -> Iterator[ModuleUse]:

@@ -121,8 +121,6 @@ class Unit(ABC):
         self.trainable = any(parameter.original.requires_grad for parameter in parameters)
         #: How often an optimizer stepped over the master.
         self.steps = 0
-        #: Whether the backward that runs has reduced its gradients.
-        self.reduced = False
         #: Of a split module: called with a module and the attribute of it that another module's forward reads.
         self.on_lazy_use: Callable[[Unit, nn.Module, str], None] | None = None
         self.retention = Retention(self, reshard)
@@ -161,6 +159,7 @@ class Unit(ABC):
         if before is not None:
             # What the user set, before parameters had memory or another dtype.
             gradients.scale, gradients.fills_unused = before.scale, before.fills_unused
+            gradients.reduced = before.reduced
         return gradients
 
     def take_gradient_dtype(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -51,7 +51,7 @@ class UsedParameters:
         self._missed = [
             (unit, place, unit.gradients.missed)
             for unit, place in zip(self._units, self._places, strict=True)
-            if unit.reduced and unit.gradients.missed
+            if unit.gradients.reduced and unit.gradients.missed
         ]
         counts = self._counts
         capturing = counts.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
