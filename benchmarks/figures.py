@@ -4,7 +4,8 @@
 
 Reads ``peers*.json`` and ``gathers.json`` in ``benchmarks/results/``. A file is one run. The chart is of the first of
 ``peers*.json`` that has timed rows. The page has the runs of that run's day and later. The
-README's chart is FSDP2's time of a step over polyshard's, with its defaults, for models of four sizes at one commit.
+README's chart is FSDP2's time of a step over that of polyshard with its defaults, and over that of the fastest other
+peer that trains, for models of four sizes at one commit.
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ _CHART = _ROOT / "docs" / "peers.svg"
 _README_CHART = _ROOT / "docs" / "speedup.svg"
 #: The workloads of the README's chart, smallest model first, and how many parameters each has.
 _SIZES = {"host": "43 million", "300m": "322 million", "1b": "1.3 billion", "8b": "7.2 billion"}
+_PEER_NAMES = {
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "megatron": "Megatron-FSDP",
+    "megatron-double-buffers": "Megatron-FSDP, two buffers",
+    "deepspeed": "DeepSpeed ZeRO-3",
+}
 _FSDP2_COLOUR, _POLYSHARD_COLOUR, _OTHER_COLOUR = "#b45309", "#1d4ed8", "#9ca3af"
 BEGIN, END = markers("peers")
 _SHOWN = ("ms a step", "host ms", "FSDP2 / it", "no comm / it", "peak GiB", "reserved GiB", "off FSDP2")
@@ -176,38 +185,46 @@ def _draw_panel(axes: Any, peers: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def draw_speedups(runs: Mapping[str, Mapping[str, Any]], chart: Path) -> None:
-    """A bar for each model of the README's chart, FSDP2's speed as a line; thin lines span the rounds.
+    """Two bars for each model of the README's chart, polyshard and the fastest other peer; thin lines span the rounds.
 
     Of the runs of the first one's commit. Nothing is drawn where a model was not measured.
     """
     made = next(iter(runs.values()))["environment"]
-    measured = {
-        workload: peers["polyshard"]
-        for report in runs.values()
-        if report["environment"].get("commit") == made.get("commit")
-        for workload, peers in report["summary"].items()
-        if "speed_to_fsdp2" in peers.get("polyshard", {})
-    }
-    if not measured.keys() >= _SIZES.keys():
+    measured: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for report in runs.values():
+        if report["environment"].get("commit") == made.get("commit"):
+            for workload, peers in report["summary"].items():
+                timed = {peer: each for peer, each in peers.items() if "speed_to_fsdp2" in each}
+                measured.setdefault(workload, {}).update(timed)
+    if not all("polyshard" in measured.get(workload, {}) for workload in _SIZES):
         return
-    speeds = [measured[workload]["speed_to_fsdp2"] for workload in _SIZES]
-    rounds = sorted({measured[workload]["rounds"] for workload in _SIZES})
-    figure, axes = _pyplot().subplots(figsize=(7.2, 2.7))
-    places = range(len(speeds))[::-1]
-    medians = [speed["median"] for speed in speeds]
-    spans = [[each["median"] - each["min"] for each in speeds], [each["max"] - each["median"] for each in speeds]]
-    axes.barh(places, medians, 0.62, xerr=spans, color=_POLYSHARD_COLOUR, error_kw={"lw": 1, "ecolor": "#1e293b"})
+    bars: list[tuple[float, str, Mapping[str, Any], str]] = []
+    for row, workload in enumerate(_SIZES):
+        speeds = {peer: each["speed_to_fsdp2"] for peer, each in measured[workload].items()}
+        # What computes alone does not train.
+        others = {peer: speed for peer, speed in speeds.items() if not peer.startswith(("polyshard", "local"))}
+        fastest = max(others, key=lambda peer: others[peer]["median"])
+        bars.append((-row + 0.17, "polyshard", speeds["polyshard"], _POLYSHARD_COLOUR))
+        bars.append((-row - 0.17, _PEER_NAMES.get(fastest, fastest), others[fastest], _OTHER_COLOUR))
+    rounds = sorted({measured[workload]["polyshard"]["rounds"] for workload in _SIZES})
+    figure, axes = _pyplot().subplots(figsize=(7.2, 3.1))
+    places, names, found, colours = zip(*bars, strict=True)
+    medians = [speed["median"] for speed in found]
+    spans = [[each["median"] - each["min"] for each in found], [each["max"] - each["median"] for each in found]]
+    axes.barh(places, medians, 0.3, xerr=spans, color=colours, error_kw={"lw": 1, "ecolor": "#1e293b"})
     axes.axvline(1.0, color=_FSDP2_COLOUR, lw=1.5)
-    axes.text(1.0, len(speeds) - 0.45, "FSDP2", color=_FSDP2_COLOUR, ha="center")
-    for place, speed in zip(places, speeds, strict=True):
-        axes.text(speed["max"] + 0.04, place, f"{speed['median']:.2f} x", va="center", fontweight="bold", fontsize=11)
-    axes.set_yticks(places, [f"{size} parameters" for size in _SIZES.values()])
+    axes.text(1.0, 0.45, "FSDP2", color=_FSDP2_COLOUR, ha="center")
+    for place, name, speed in zip(places, names, found, strict=True):
+        own = name == "polyshard"
+        text, weight = f"{speed['median']:.2f} x" + ("" if own else f" {name}"), "bold" if own else "normal"
+        axes.text(speed["max"] + 0.04, place, text, va="center", fontweight=weight, fontsize=10 if own else 8)
+    axes.set_yticks([-row for row in range(len(_SIZES))], [f"{size} parameters" for size in _SIZES.values()])
     axes.tick_params(axis="y", length=0)
-    axes.set_xlim(0, max(speed["max"] for speed in speeds) + 0.35)
+    axes.set_xlim(0, max(speed["max"] for speed in found) + 0.5)
     axes.set_xlabel("steps in the time of one step of FSDP2; longer is better")
-    told = f"{made['world_size']} x {made['device']}, torch {made['torch']}, {commit_of(made)}"
     counted = " to ".join(str(number) for number in rounds)
-    defaults = f"polyshard's defaults, medians and range of {counted} rounds."
+    told = f"{made['world_size']} x {made['device']}, torch {made['torch']}, {commit_of(made)}"
+    defaults = f"polyshard's defaults and the fastest of its peers, medians and range of {counted} rounds."
     _save(figure, "Training speed beside FSDP2's", f"{defaults}\n{told}", chart)
 
 
