@@ -419,7 +419,12 @@ def hundred_steps(rank: int, captures: bool, folder: str) -> tuple[list[float], 
 def test_a_hundred_captured_steps_have_the_losses_of_eager_ones_to_the_last_digit(tmp_path: Path) -> None:
     captured, eager = (run(hundred_steps, captures, str(tmp_path / str(captures))) for captures in (True, False))
     for (losses, evaluations, modes), (expected, evaluated, _) in zip(captured, eager, strict=True):
-        assert modes == ["warming_up"] * 3 + ["captured"] * 97
+        # The first other rate outdates a graph in which rates are constants; the next one reads them.
+        assert modes[:30] == ["warming_up"] * 3 + ["captured"] * 27
+        assert modes[30:] == ["warming_up"] * modes[30:].index("captured") + ["captured"] * (
+            modes.count("captured") - 27
+        )
+        assert modes.count("captured") > 90
         assert losses[0] > 3.0 > losses[-1]
         assert losses == expected
         assert evaluations == evaluated
