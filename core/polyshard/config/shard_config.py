@@ -251,8 +251,8 @@ class ShardConfig:
     batch_nbytes: _Normalised[int, str] = _Normalised(_batch_nbytes_of, 128 * 2**20)
     """Bytes up to which units that follow each other share a communication: of whole parameters where they are
     prefetched; of gradients, up to 16 MiB, where units of at most a quarter of that are reduced, and, in one launch of
-    a communication each, up to 64 MiB, where units of at most half of that are. A number, or text such as
-    ``"16 MiB"``; 0 for each unit by itself. Read as an int."""
+    a communication each, up to 128 MiB, where units of at most 32 MiB are. A number, or text such as ``"16 MiB"``; 0
+    for each unit by itself. Read as an int."""
     split_root: bool = True
     """Whether a large module before all units and one behind them, of a language model embedding and head, are gathered
     and reduced apart from the rest of the root. To be turned off where only some ranks run such a module in a step."""
