@@ -234,6 +234,26 @@ def test_graphs_that_do_not_last_are_given_up_in_one_line_of_the_log(caplog: pyt
     torch.testing.assert_close(whole(model), before, rtol=0, atol=0)
 
 
+def test_a_scheduler_inside_of_the_step_is_told_though_it_has_not_changed_a_rate_yet() -> None:
+    model = alone()
+    optimizer = momentum(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    inner, rate = stepping(model, optimizer), optimizer.param_groups[0]["lr"]
+
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        loss = inner(x)
+        schedule.step()
+        return loss
+
+    step, rates = Rerunning(model, optimizer, train_step, warmup=2), []
+    for turn in range(12):
+        step(draw(4, 3, turn=turn))
+        rates.append(optimizer.param_groups[0]["lr"] / rate)
+    assert step.mode is CaptureMode.EAGER
+    assert "steps a scheduler" in str(step.reason)
+    assert rates == [1.0] * 4 + [0.5] * 5 + [0.25] * 3
+
+
 def test_outputs_are_detached_and_the_same_memory_in_every_replay() -> None:
     _, _, step = captured()
     one = step(draw(4, 3, turn=7))

@@ -198,12 +198,48 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[float | None]:
     return [rate if isinstance(rate, (int, float)) else None for rate in rates]
 
 
-def mark_rates(optimizer: torch.optim.Optimizer) -> list[float | None]:
-    """``rates_of``, each in an object of its own from now on: who finds another one there knows that it was written."""
-    for group, rate in zip(optimizer.param_groups, rates_of(optimizer), strict=True):
-        if rate is not None:
-            group["lr"] = rate * 1.0
-    return rates_of(optimizer)
+class _WatchedGroup(dict[str, Any]):
+    """Stands for a parameter group while a step runs, and notes whether that writes the learning rate.
+
+    A scheduler writes it in each step, and nearly always the rate that was there.
+    """
+
+    written = False
+
+    @override
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.written |= key == "lr"
+        super().__setitem__(key, value)
+
+
+class RateWatch:
+    """Whether a step that runs inside of it sets learning rates of ``optimizer``, or steps a scheduler that does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.written = False
+
+    def __enter__(self) -> RateWatch:
+        self._groups = [(group, _WatchedGroup(group), _version_of(group)) for group in self._optimizer.param_groups]
+        self._optimizer.param_groups[:] = [watched for _, watched, _ in self._groups]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        present = self._optimizer.param_groups
+        for group, watched, version in self._groups:
+            # By who holds the group itself, too.
+            self.written |= watched.written or group.get("lr") is not watched.get("lr") or _version_of(group) != version
+            if not watched.written:
+                watched.pop("lr", None)
+            group.update(watched)
+            for index, each in enumerate(present):
+                if each is watched:
+                    present[index] = group
+
+
+def _version_of(group: Mapping[str, Any]) -> int | None:
+    rate = group.get("lr")
+    return rate._version if isinstance(rate, torch.Tensor) else None
 
 
 def optimizer_obstacle(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:

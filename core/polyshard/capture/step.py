@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -19,9 +18,9 @@ from ..nested import map_tensors
 from .graph import Capturer, Recording
 from .static import (
     OptimizerWatch,
+    RateWatch,
     StaticInputs,
     make_capturable,
-    mark_rates,
     optimizer_obstacle,
     rates_of,
     to_device,
@@ -255,11 +254,11 @@ class CapturedStep(Generic[P, T]):
     def _warm_up(self, capturer: Capturer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         for optimizer in self._optimizers:
             make_capturable(optimizer, self._device)
-        before = [mark_rates(optimizer) for optimizer in self._optimizers]
-        self._varies |= before != self._first_rates
-        outputs = capturer.warm_up(lambda: self._run(args, kwargs))
-        for optimizer, rates in zip(self._optimizers, before, strict=True):
-            self._writes_rates |= not all(map(is_, rates_of(optimizer), rates))
+        self._varies |= [rates_of(optimizer) for optimizer in self._optimizers] != self._first_rates
+        with ExitStack() as inside:
+            watches = [inside.enter_context(RateWatch(optimizer)) for optimizer in self._optimizers]
+            outputs = capturer.warm_up(lambda: self._run(args, kwargs))
+        self._writes_rates |= any(watch.written for watch in watches)
         self._warm += 1
         self._reason = None
         return outputs
