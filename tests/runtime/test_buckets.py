@@ -125,9 +125,9 @@ def test_launches_of_medium_units_are_in_the_order_of_backward() -> None:
 
 
 @pytest.mark.slow
-def test_by_default_units_of_up_to_32_mib_share_a_launch_of_64_mib() -> None:
+def test_by_default_units_of_up_to_32_mib_share_a_launch_of_128_mib() -> None:
     # 25, 32 and 33 MiB.
-    assert launches([2560] * 3 + [2896] * 2 + [2944] * 2) == [2, 2]
+    assert launches([2560] * 3 + [2896] * 3 + [2944] * 2) == [4, 2]
 
 
 def in_turns(model: nn.Module, other: Collectives) -> nn.Module:
