@@ -27,9 +27,9 @@ Units of medium size have enough bytes for a communication, and copying them twi
 saves. But each launch costs the host, which small batches keep busier than the device. So they wait for each other as
 small ones do; then one copy brings their gradients together, and one launch of several communications reduces them.
 
-Each parameter of a unit may be cut by itself, into a segment. The segments of such units, up to
-``thresholds.SIDE_BY_SIDE_NBYTES``, go by one communication, too, whatever their number: one for each would cost the
-host a launch and a sum each.
+Each parameter of a unit may be cut by itself, into a segment. The segments of such units, of up to
+``thresholds.SIDE_BY_SIDE_NBYTES`` each, go by one communication, too, whatever their number: one for each would cost
+the host a launch and a sum each.
 
 A module may have several units, whose gradients arrive at once. Those of the same groups go in one launch whatever
 their sizes: one by one, the first reduction would have to end before the third unit's input gets memory, with nothing

@@ -23,10 +23,10 @@ LARGEST_GROUPED = 32 * 2**20
 #: Buckets that wait at once, each of other ranks or another dtype: dense and expert units, in two dtypes. Each may hold
 #: ``GROUPED_NBYTES`` of gradients.
 OPEN_BUCKETS = 4
-#: Bytes of divided units up to which one communication reduces all of their segments, behind one copy more. The host
-#: pays for each segment otherwise, and for its sum over ranks. Larger ones are copied by copy engines where these are
-#: (``polyshard_backends/auto.py``), and compute for longer than that takes.
-SIDE_BY_SIDE_NBYTES = 128 * 2**20
+#: Bytes of each divided unit up to which one communication reduces all of their segments, behind one copy more. The
+#: host pays for each segment otherwise, and for its sum over ranks. Larger ones are copied by copy engines where these
+#: are (``polyshard_backends/auto.py``), and compute for longer than that takes.
+SIDE_BY_SIDE_NBYTES = 64 * 2**20
 #: Bytes of gradients up to which they are held until they were reduced. More are copied where they were computed, and
 #: give their memory back at once, as do those of units that are not sharded, of which any number may be on their way.
 HELD_NBYTES = 64 * 2**20

@@ -282,8 +282,9 @@ def _go_side_by_side(members: Sequence[Contribution], mode: ReduceMode) -> bool:
         return False
     if mode is ReduceMode.MERGED and len(members) > 1:
         return True
-    divided = any(each.input.layout.segments for each in members)
-    return divided and sum(each.input.nbytes for each in members) <= thresholds.SIDE_BY_SIDE_NBYTES
+    sizes = [each.input.nbytes for each in members]
+    small = max(sizes) <= thresholds.SIDE_BY_SIDE_NBYTES and sum(sizes) <= thresholds.GROUPED_NBYTES
+    return small and any(each.input.layout.segments for each in members)
 
 
 @dataclass(eq=False, slots=True)
