@@ -35,115 +35,6 @@ from torch import nn
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
 
 
-@one_by_one("strategy", STRATEGIES, "depth", [1, 4])
-def test_a_module_that_calls_itself(strategy: str, depth: int) -> None:
-    class Recursive(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
-            x = torch.tanh(self.linear(x))
-            if depth:
-                x = self(x, depth - 1)
-            # The parameters are still needed on the way back up.
-            return self.linear(x) + x
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.recursive = Recursive()
-            self.last = nn.Linear(3, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.recursive(x, depth))
-
-    assert_parity(seeded(Root), settings={"policy": units_of(Recursive), "strategy": strategy})
-
-
-def test_an_outermost_module_that_calls_itself() -> None:
-    class Recursive(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block(3)
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
-            x = self.block(x)
-            if depth:
-                x = self(x, depth - 1)
-            return self.linear(x)
-
-    assert_parity(seeded(Recursive), settings={"policy": units_of(Block)})
-
-
-class Tied(nn.Module):
-    """Embedding and head share one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 5)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(5, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(self.embedding(tokens)))
-
-
-def tokens_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    tokens = (draw(2, 4, turn=turn, rank=rank) * 100).long() % 11
-    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    loss.backward()
-    return [loss.detach()]
-
-
-def test_tied_parameters_stay_tied_and_every_name_is_kept() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        mine = sharded_copy(seeded(Tied), rank, world, policy="always")
-        for _ in range(2):
-            assert mine.head.weight is mine.embedding.weight
-            tokens_step(mine, 0, rank)
-        names = [name for name, _ in mine.named_parameters(remove_duplicate=False)]
-        assert {"head.weight", "embedding.weight"} <= set(names)
-
-    on_ranks(2, on_rank)
-
-
-def test_a_parameter_shared_by_two_units_belongs_to_the_lowest_that_holds_both() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = Block(3), Block(3)
-            self.two.up.weight = self.one.up.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.two(self.one(x))
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(3, 3)
-            self.pair = Two()
-            self.other = Two()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.other(self.pair(self.first(x)))
-
-    assert_parity(seeded(Root), settings={"policy": units_of(Two, Block)}, optimizer=adam)
-    held: dict[str, tuple[str, ...]] = {}
-
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        mine = sharded_copy(seeded(Root), rank, world, policy=units_of(Two, Block))
-        if rank == 0:
-            held.update({unit.name: unit.spec.parameter_names for unit in root_of(mine).units})
-
-    on_ranks(2, on_rank)
-    assert held["pair"] == ("pair.one.up.weight",)
-    assert held["pair.one"] == ("pair.one.up.bias", "pair.one.down.weight")
-    assert held["pair.two"] == ("pair.two.up.bias", "pair.two.down.weight")
-
-
 @pytest.mark.parametrize("policy", [units_of(Block), "always", "never"])
 def test_one_module_in_two_places(policy: Any) -> None:
     class Root(nn.Module):
@@ -180,16 +71,6 @@ def test_buffers_are_each_rank_s_own_and_follow_batch_statistics() -> None:
         expected = copy.deepcopy(model)
         square_step(expected, 0, rank)
         torch.testing.assert_close(buffers, dict(expected.named_buffers()), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_child_first_and_then_the_root_in_one_backward(strategy: str) -> None:
-    def loss_of(model: nn.Module, x: torch.Tensor, turn: int, rank: int) -> torch.Tensor:
-        extra = model.blocks[1](torch.cat([x, x[:, :2]], dim=1))
-        return model(x).square().mean() + extra.square().mean()
-
-    settings = {"policy": units_of(Block), "strategy": strategy}
-    assert_parity(seeded(Net), stepping(loss_of), settings=settings, optimizer=adam)
 
 
 class Generator(Net):
@@ -244,27 +125,6 @@ def test_registering_what_cannot_compute_is_refused() -> None:
             polyshard.register_forward_method(mine, "penalties")
         with pytest.raises(StateError, match="needs a sharded module"):
             polyshard.register_forward_method(mine.first, "forward")
-
-    on_ranks(2, on_rank)
-
-
-def inside_out(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
-    for block in model.blocks:
-        polyshard.fully_shard(block, config)
-    return polyshard.fully_shard(model, config)
-
-
-def test_composing_makes_the_same_units_under_the_same_names() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        at_once = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
-        with world.lock:
-            mine = seeded(Net)
-        composed = inside_out(mine, threaded(world, rank))
-        described = [
-            [(unit.name, unit.spec.parameter_names, unit.spec.is_root, unit.layout) for unit in root_of(each).units]
-            for each in (at_once, composed)
-        ]
-        assert described[0] == described[1]
 
     on_ranks(2, on_rank)
 

@@ -86,23 +86,6 @@ def test_packed_sequences_go_in_and_out_of_a_unit() -> None:
     assert_parity(seeded(Packed), step, settings={"policy": units_of(nn.GRU)})
 
 
-def test_cells_unrolled_over_time() -> None:
-    class Unrolled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.LSTMCell(3, 5)
-            self.last = nn.Linear(5, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            state = None
-            for moment in x.unbind(1):
-                state = self.cell(moment, state)
-            assert state is not None
-            return self.last(state[0])
-
-    assert_parity(seeded(Unrolled), step, world_size=2, settings={"policy": units_of(nn.LSTMCell)})
-
-
 def test_a_recurrent_weight_replaced_between_steps_is_honoured() -> None:
     model = seeded(lambda: Recurrent(nn.GRU))
     new = draw(15, 5, turn=4)

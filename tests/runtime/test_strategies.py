@@ -151,23 +151,6 @@ def test_ranks_without_a_part_see_whole_shapes_and_gradients_without_rows() -> N
 # One rank, and one of very many.
 
 
-def test_a_single_rank_is_not_sharded_and_says_so() -> None:
-    model = seeded(Net)
-    reference = train_reference(model, square_step, 1, 5, adam)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    with pytest.warns(UserWarning, match="switching to use `NO_SHARD`"):
-        polyshard.shard(model, polyshard.ShardConfig(collectives=fake(0, 1), **BLOCKS))
-    assert {name: p.shape for name, p in model.named_parameters()} == shapes
-    optimizer = adam(model)
-    for turn in range(5):
-        square_step(model, turn, 0)
-        assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(full(parameter.detach()), reference.parameters[name], rtol=0, atol=1e-15)
-
-
 def test_one_rank_of_1024_runs_a_step() -> None:
     # The stand-in pretends that every rank sends what this one sends, so the gathered weight is this rank's two rows
     # over and over, and the averaged gradient is that weight's own.
