@@ -6,7 +6,6 @@ import ast
 import importlib.metadata
 import importlib.util
 import re
-import tomllib
 import warnings
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from polyshard_plugins import trace_step
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def rows(heading: str) -> dict[str, list[str]]:
@@ -51,14 +49,6 @@ def test_every_module_is_public_or_inner() -> None:
     shown = {name.removeprefix("polyshard.") for name in public if name.startswith("polyshard.")}
     assert not shown & hidden
     assert shown | hidden == {name for name in modules if not name.startswith("_")}
-
-
-def test_lower_bounds_are_those_of_the_package() -> None:
-    stated = {re.split(r"[>=]", text)[0]: text.partition(">=")[2] for text in PROJECT["dependencies"]}
-    stated["Python"] = PROJECT["requires-python"].removeprefix(">=")
-    told = {name: cells[0].removesuffix(" and newer") for name, cells in rows("Python, torch and others").items()}
-    for name in ("Python", "torch", "stevedore", "pluggy"):
-        assert told[name] == stated[name]
 
 
 def test_formats_of_files_are_those_that_are_written_and_read() -> None:
