@@ -12,6 +12,7 @@ from pathlib import Path
 import polyshard
 import polyshard_accelerate.saved_state as accelerate_state
 import pytest
+import release
 from polyshard import errors
 from polyshard.checkpoint import manifest
 from polyshard.errors import PolyshardDeprecationWarning, deprecation
@@ -89,3 +90,10 @@ def test_names_that_are_imported_late_are_all_there(monkeypatch: pytest.MonkeyPa
     assert polyshard.optim.__name__ == "polyshard.optim"
     assert set(errors.__all__) <= set(dir(errors))
     assert importlib.metadata.version("polyshard") == polyshard.__version__
+
+
+# The version stands wherever a release looks for it.
+
+
+def test_this_version_stands_everywhere() -> None:
+    assert release.misnamed(Path(__file__).parents[2]) == []

@@ -30,6 +30,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import polyshard
 import polyshard.checkpoint
@@ -37,6 +38,8 @@ import polyshard.errors
 import pytest
 from fake_distribution import install
 from polyshard import errors, hookspecs
+from polyshard.interfaces import WrapPolicy
+from polyshard_testing import PolicySuite, plugin_context
 from polyshard_tools.cli import main as polyshard_command
 from processes import run_script
 from torch.distributed.run import get_args_parser
@@ -314,3 +317,19 @@ def test_there_are_these_hooks_and_no_others() -> None:
     # What pluggy finds is what a listener's methods are compared with.
     found = {name: each for name, each in vars(hookspecs).items() if hasattr(each, "polyshard_spec")}
     assert {name: list(inspect.signature(each).parameters) for name, each in found.items()} == HOOKS
+
+
+# The plugin that the README shows, held to the contract that `polyshard new` tests.
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+class TestWideLinear(PolicySuite):
+    def make(self) -> WrapPolicy:
+        (shown,) = [
+            text for text in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class WideLinear" in text
+        ]
+        names: dict[str, Any] = {"__name__": "shown"}
+        exec(shown, names)
+        made: WrapPolicy = names["WideLinear"](plugin_context())
+        return made
