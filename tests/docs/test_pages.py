@@ -109,10 +109,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_other_plugins: No
 
 #: They take longest; tests/examples/test_acme.py, tests/tools (plans), tests/meshes, tests/pipelining,
 #: tests/huggingface and tests/integrations try the same.
-_RARE = {
-    *("plugins.md", "plan.md", "parallel.md"),
-    *("accelerate.md", "weights.md", "lightning.md", "transformers.md"),
-}
+_RARE = {*("plugins.md", "plan.md", "parallel.md"), *("accelerate.md", "weights.md", "lightning.md", "transformers.md")}
 
 #: More than half a second, without programs.
 _SLOW = {"checkpoints.md", "training.md", "watching.md", "optimizers.md"}
@@ -127,10 +124,7 @@ def _marks(page: Path) -> tuple[pytest.MarkDecorator, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, id=_identify(page), marks=_marks(page)) for page in PAGES],
-)
+@pytest.mark.parametrize("page", [pytest.param(page, id=_identify(page), marks=_marks(page)) for page in PAGES])
 def test_page_runs(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

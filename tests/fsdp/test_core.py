@@ -118,11 +118,7 @@ def transformer(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrateg
 def delayed_optim_step(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
     """The next forward's gathers wait for the optimizer's step, however late it comes."""
     _parity(
-        ranks,
-        NestedWrappedModuleWithDelay,
-        cpu_offload,
-        strategy,
-        init_kwargs={"delay_after_loss_ms": delay(ranks)},
+        ranks, NestedWrappedModuleWithDelay, cpu_offload, strategy, init_kwargs={"delay_after_loss_ms": delay(ranks)}
     )
 
 
@@ -335,12 +331,7 @@ def test_unshard_params_as_tensors(ranks: Ranks, **settings: Any) -> None:
     assert_same_parameters(full_parameters(model), dict(plain.named_parameters()))
 
 
-PARITY = (
-    transformer,
-    delayed_optim_step,
-    delayed_reduce_scatter,
-    mixture_of_experts_with_delay_before_free,
-)
+PARITY = (transformer, delayed_optim_step, delayed_reduce_scatter, mixture_of_experts_with_delay_before_free)
 #: Each body with each offload, and with each strategy, of which one is left to `make test-nightly`.
 CASES = [tuple(case.values()) for case in pairs({"body": PARITY, **AXES})]
 

@@ -31,12 +31,7 @@ from fsdp_parity.mixed_models import (
     whole_gradients,
     whole_parameters,
 )
-from fsdp_parity.models import (
-    CUDAInitMode,
-    FSDPInitMode,
-    TransformerWithSharedParams,
-    wrap_fsdp,
-)
+from fsdp_parity.models import CUDAInitMode, FSDPInitMode, TransformerWithSharedParams, wrap_fsdp
 from fsdp_parity.ranks import Pools, Ranks, across
 from fsdp_parity.subtests import subtests
 from parity import seed_all
@@ -243,10 +238,7 @@ class _EndToEnd:
 
 @pytest.mark.parametrize(
     "mixed_precision",
-    [
-        MP_ALL,
-        MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32, buffer_dtype=torch.float16),
-    ],
+    [MP_ALL, MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32, buffer_dtype=torch.float16)],
     ids=["all", "params_and_reduce_differ"],
 )
 @across(2)
@@ -346,10 +338,7 @@ def test_mp_batchnorm(ranks: Ranks, convert_sync_bn: bool) -> None:
 def test_grads_reduced_precision(ranks: Ranks, offload_params: bool, use_orig_params: bool) -> None:
     """With ``keep_low_precision_grads``, gradients that add up over six backwards are fp16, and right."""
     mixed_precision = MixedPrecision(
-        param_dtype=torch.float16,
-        reduce_dtype=torch.float16,
-        buffer_dtype=torch.float16,
-        keep_low_precision_grads=True,
+        param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16, keep_low_precision_grads=True
     )
     seed_all(0)
     model: Any = TwoLinears().to(ranks.device)

@@ -120,8 +120,7 @@ def loaded_by_torch(rank: int, cut: str, folder: str, wanted: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [("columns, tensor", "rows"), pytest.param("uneven rows", "columns", marks=pytest.mark.nightly)],
+    ("theirs", "ours"), [("columns, tensor", "rows"), pytest.param("uneven rows", "columns", marks=pytest.mark.nightly)]
 )
 def test_directories_of_torchs(ranks: KeptRanks, tmp_path: Path, theirs: str, ours: str) -> None:
     wanted = ranks.run(CUTS[theirs][0], saved_by_torch, theirs, str(tmp_path))[0]
@@ -242,13 +241,7 @@ def plain_in_blocks(rank: int, package: str, kind: str) -> dict[str, torch.Tenso
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("package", "kind"),
-    [
-        ("torchao.optim", "AdamW8bit"),
-        ("torchao.optim", "AdamW4bit"),
-    ],
-)
+@pytest.mark.parametrize(("package", "kind"), [("torchao.optim", "AdamW8bit"), ("torchao.optim", "AdamW4bit")])
 def test_states_in_blocks(ranks: KeptRanks, tmp_path: Path, package: str, kind: str) -> None:
     pytest.importorskip(package)
     (wanted,) = ranks.run(1, plain_in_blocks, package, kind)

@@ -15,13 +15,7 @@ import polyshard_fsdp2._settings
 import pytest
 import torch
 from fsdp2_models import FACES, OURS, Words, batches, cpu_mesh, loss_of, shard_all
-from parity import (
-    draw,
-    fake,
-    root_of,
-    seeded,
-    units_of,
-)
+from parity import draw, fake, root_of, seeded, units_of
 from polyshard.interfaces import Observer, UnitEvent, UnitOperation, UnitSpec
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.gloo import GlooCollectives

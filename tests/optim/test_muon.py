@@ -13,20 +13,7 @@ import torch.distributed as dist
 from fsdp2_models import OURS, Mlps, as_whole, parallel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrices import (
-    TURNS,
-    Cell,
-    FormulaMuon,
-    Zoo,
-    distance,
-    exact,
-    most_apart,
-    reference_zoo,
-    together,
-    train_zoo,
-    whole_parameters,
-    zoo_step,
-)
+from matrices import Cell, FormulaMuon, Zoo, distance, exact, most_apart, reference_zoo, together, train_zoo, zoo_step
 from parity import Block, MakeOptimizer, draw, fake, local, seeded, units_of
 from polyshard.errors import CollectiveError
 from polyshard.optim import Muon, for_matrices
@@ -34,11 +21,7 @@ from polyshard.optim.plan import owners_of
 from polyshard_backends.fake import FakeCall
 from processes import KeptRanks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import Shard
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"]
@@ -139,34 +122,6 @@ def sharded(settings: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> nn.Mod
     return polyshard.shard(seeded(Zoo), config)
 
 
-def train(rank: int, settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    model = sharded(settings)
-    optimizer = exact(model)
-    for turn in range(TURNS):
-        zoo_step(model, turn, rank)
-        optimizer.step()
-        optimizer.zero_grad()
-    whole = whole_parameters(model)
-    polyshard.close(model)
-    return whole
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"strategy": "shard_grad_op"},
-        {"strategy": "hybrid_shard", "shard_size": 1},
-        {"offload": "cpu"},
-    ],
-    ids=str,
-)
-def test_steps_over_processes_equal_the_formula(settings: dict[str, Any]) -> None:
-    expected = reference_zoo(2, exact)
-    for trained in RANKS.run(2, train, settings):
-        assert most_apart(trained, expected) < 1e-11
-
-
 def beside_the_formula(rank: int, mesh: tuple[int, ...], columns: bool) -> None:
     """``fully_shard``'s ways to cut, and the momentum as torch gathers and loads it."""
     place = {"shard_placement_fn": lambda each: Shard(1) if each.ndim > 1 else None} if columns else {}
@@ -198,11 +153,7 @@ def beside_the_formula(rank: int, mesh: tuple[int, ...], columns: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "mesh", "columns"),
-    [
-        (3, (3,), False),
-        (4, (4,), True),
-        (4, (0, 2, 2), True),
-    ],
+    [(3, (3,), False), (4, (4,), True), (4, (0, 2, 2), True)],
     ids=["uneven rows", "columns", "columns of parts"],
 )
 def test_momentum_is_a_dtensor_for_torchs_state_dicts(ranks: int, mesh: tuple[int, ...], columns: bool) -> None:
@@ -291,11 +242,7 @@ def step_of(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "dtype"),
-    [
-        (2, torch.bfloat16),
-        (8, torch.float32),
-        pytest.param(64, torch.bfloat16, marks=pytest.mark.nightly),
-    ],
+    [(2, torch.bfloat16), (8, torch.float32), pytest.param(64, torch.bfloat16, marks=pytest.mark.nightly)],
     ids=str,
 )
 def test_an_element_of_a_matrix_travels_to_its_owner_and_back(world_size: int, dtype: torch.dtype) -> None:

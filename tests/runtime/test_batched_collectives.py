@@ -8,18 +8,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import (
-    Block,
-    Net,
-    draw,
-    fake,
-    on_ranks,
-    root_of,
-    seeded,
-    sharded_copy,
-    square_step,
-    units_of,
-)
+from parity import Block, Net, draw, fake, on_ranks, root_of, seeded, sharded_copy, square_step, units_of
 from polyshard.interfaces import Observer, PluginContext, UnitEvent, UnitOperation, UnitSpec, Work
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld

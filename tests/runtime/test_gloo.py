@@ -11,25 +11,9 @@ import polyshard
 import pytest
 import torch
 import torch.distributed as dist
-from parity import (
-    Block,
-    Net,
-    adam,
-    assert_all_close,
-    root_of,
-    seeded,
-    square_step,
-    train_reference,
-    units_of,
-    whole,
-)
+from parity import Block, Net, adam, assert_all_close, root_of, seeded, square_step, train_reference, units_of, whole
 from polyshard import ShardConfig
-from polyshard.errors import (
-    ParameterError,
-    PluginNotFoundError,
-    PolyshardError,
-    RankMismatchError,
-)
+from polyshard.errors import ParameterError, PluginNotFoundError, PolyshardError, RankMismatchError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.gloo import GlooCollectives
 from processes import RankPool

@@ -88,10 +88,7 @@ def assert_wholes(ranks: list[dict[str, torch.Tensor]], expected: dict[str, torc
 
 
 #: What an optimizer is given.
-GIVEN: dict[str, Callable[[nn.Module], Any]] = {
-    "parameters": nn.Module.parameters,
-    "flat": polyshard.flat_parameters,
-}
+GIVEN: dict[str, Callable[[nn.Module], Any]] = {"parameters": nn.Module.parameters, "flat": polyshard.flat_parameters}
 OFFLOADS: list[Any] = ["none", "cpu", "optimizer", {"name": "partial", "units": "blocks.1"}]
 CHOSEN_RANKS = [
     *(({"strategy": name}, world) for name in ("no_shard", "zero1", "zero2", "full_shard") for world in (2, 4)),
@@ -210,10 +207,7 @@ SENT: dict[str, tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]
         },
         {},
     ),
-    "hpz": (
-        {("all_gather", _N): _of(_N), ("all_gather", _GROUP): _of(_GROUP), ("reduce_scatter", _N): _of(_N)},
-        {},
-    ),
+    "hpz": ({("all_gather", _N): _of(_N), ("all_gather", _GROUP): _of(_GROUP), ("reduce_scatter", _N): _of(_N)}, {}),
     "hfsdp": (
         {
             ("all_gather", _GROUP): 2 * _of(_GROUP),

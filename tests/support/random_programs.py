@@ -328,14 +328,7 @@ class Routed(nn.Module):
             self.get_submodule(program.frozen).requires_grad_(False)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        way: Way,
-        rank: int,
-        gated: bool = False,
-        *,
-        inside: bool = False,
-        nested: bool = False,
+        self, x: torch.Tensor, way: Way, rank: int, gated: bool = False, *, inside: bool = False, nested: bool = False
     ) -> torch.Tensor:
         if nested:
             x = x + self(x, way, rank, gated).mean(-1, keepdim=True)
