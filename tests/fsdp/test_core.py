@@ -31,6 +31,7 @@ from fsdp_parity.training import (
     ddp,
     fsdp_parity,
     full_parameters,
+    plain_transformer,
     train_for_several_steps,
     train_reference,
 )
@@ -174,13 +175,6 @@ def _transformer(ranks: Ranks, mode: CUDAInitMode, settings: Mapping[str, Any], 
     )
 
 
-def _plain_transformer(ranks: Ranks) -> TransformerWithSharedParams:
-    plain: TransformerWithSharedParams = TransformerWithSharedParams.init(
-        ranks.group, FSDPInitMode.NO_FSDP, CUDAInitMode.CUDA_BEFORE, deterministic=True, device=ranks.device
-    )
-    return plain
-
-
 def param_change_after_init(ranks: Ranks, mixed_precision: bool) -> None:
     """New values written into a parameter's ``.data`` after wrapping are what the next forward computes with."""
     settings = {"mixed_precision": MixedPrecision()} if mixed_precision else {}
@@ -192,7 +186,7 @@ def param_change_after_init(ranks: Ranks, mixed_precision: bool) -> None:
     output = changed(*model_input)
     assert not torch.allclose(reference, output), "the output does not show the change to a parameter after wrapping"
     # What the changed shards amount to, in a model that was never sharded.
-    plain = _plain_transformer(ranks)
+    plain = plain_transformer(ranks)
     torch.testing.assert_close(plain(*model_input), reference)
     with torch.no_grad():
         for parameter, value in zip(plain.parameters(), full_parameters(changed).values(), strict=True):
@@ -249,7 +243,7 @@ def test_register_functions_called(ranks: Ranks) -> None:
         output = model(*model_input)
         assert calls > 0
         assert post_backward.called
-    plain = _plain_transformer(ranks)
+    plain = plain_transformer(ranks)
     torch.testing.assert_close(output, plain(*model_input))
     del output
     reference = ddp(ranks, plain)
@@ -272,7 +266,7 @@ def transformer_no_grad(ranks: Ranks, mixed_precision: bool) -> None:
         without_grad = model(*model_input)
     torch.testing.assert_close(output, without_grad)
     if precision is None:
-        plain = _plain_transformer(ranks)
+        plain = plain_transformer(ranks)
         with torch.no_grad():
             for parameter, value in zip(plain.parameters(), full_parameters(model).values(), strict=True):
                 parameter.copy_(value)
@@ -280,7 +274,7 @@ def transformer_no_grad(ranks: Ranks, mixed_precision: bool) -> None:
                 buffer.copy_(value)
             torch.testing.assert_close(plain(*model_input), without_grad)
         return
-    reference = CastReference(_plain_transformer(ranks), precision, kept=(_BatchNorm,))
+    reference = CastReference(plain_transformer(ranks), precision, kept=(_BatchNorm,))
     reference.load(whole_parameters(model))
     with torch.no_grad():
         for buffer, value in zip(reference.module.buffers(), model.buffers(), strict=True):
