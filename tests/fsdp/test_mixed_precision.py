@@ -20,7 +20,6 @@ from fsdp_parity.mixed_models import (
     CastReference,
     ForwardChecks,
     LinearMixedPrecision,
-    TwoLinears,
     assert_all_near,
     assert_near,
     checked_reduce_scatter,
@@ -34,7 +33,7 @@ from fsdp_parity.mixed_models import (
 from fsdp_parity.models import CUDAInitMode, FSDPInitMode, TransformerWithSharedParams, wrap_fsdp
 from fsdp_parity.ranks import Pools, Ranks, across
 from fsdp_parity.subtests import subtests
-from parity import seed_all
+from parity import chain, seed_all
 from polyshard_fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp._common_utils import clean_tensor_name
@@ -341,7 +340,7 @@ def test_grads_reduced_precision(ranks: Ranks, offload_params: bool, use_orig_pa
         param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16, keep_low_precision_grads=True
     )
     seed_all(0)
-    model: Any = TwoLinears().to(ranks.device)
+    model: Any = chain(lin1=nn.Linear(10, 10), lin2=nn.Linear(10, 10)).to(ranks.device)
     reference = CastReference(model, mixed_precision)
     settings: dict[str, Any] = {
         "mixed_precision": mixed_precision,

@@ -9,7 +9,7 @@ from typing import Any, cast
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, fake, local, on_ranks, root_of, seeded, sharded_copy, units_of, whole_of
+from parity import Block, Net, chain, draw, fake, local, on_ranks, root_of, seeded, sharded_copy, units_of, whole_of
 from polyshard.errors import ConfigError, RankMismatchError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -333,19 +333,8 @@ def test_batch_norms_whose_statistics_stay_are_refused_by_name() -> None:
     torch.testing.assert_close(alone(x), plain.bfloat16()(x.bfloat16()), rtol=0, atol=0)
 
 
-class TwoProbes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Probe()
-        self.second = Probe()
-        self.third = Probe()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.third(self.second(self.first(x)))
-
-
 def test_a_policy_gives_units_other_precision() -> None:
-    model = TwoProbes()
+    model = chain(first=Probe(), second=Probe(), third=Probe())
     chosen = {model.first: {"precision": "bf16"}, model.second: {"precision": {"name": "mixed", "param": "fp16"}}}
     policy = {"name": "custom", "fn": lambda module: chosen.get(module, isinstance(module, Probe))}
     sharded = faked(model, policy=policy, precision="none")
