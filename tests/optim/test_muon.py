@@ -14,7 +14,7 @@ from fsdp2_models import OURS, Mlps, as_whole, parallel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import Cell, FormulaMuon, Zoo, distance, exact, most_apart, reference_zoo, together, train_zoo, zoo_step
-from parity import Block, MakeOptimizer, draw, fake, local, seeded, units_of
+from parity import Block, MakeOptimizer, chain, draw, fake, local, seeded, units_of
 from polyshard.errors import CollectiveError
 from polyshard.optim import Muon, for_matrices
 from polyshard.optim.plan import owners_of
@@ -206,18 +206,9 @@ def test_the_longest_load_is_near_the_least_possible(works: list[int], count: in
     assert longest * 3 * count <= least * (4 * count - 1)
 
 
-class Wide(nn.Module):
+def wide() -> Any:
     """Matrices of several shapes, some of one row fewer than ranks, some of an odd size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(16, 40) for _ in range(6))
-        self.odd = nn.Linear(16, 63, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.odd(x)
+    return chain(layers=nn.Sequential(*(Block(16, 40) for _ in range(6))), odd=nn.Linear(16, 63, bias=False))
 
 
 def step_of(
@@ -226,7 +217,7 @@ def step_of(
     """What one rank issued in the second optimizer step, and of each matrix the elements: of all, and of its piece."""
     collectives = fake(rank, world_size)
     model = polyshard.shard(
-        seeded(Wide).float(), polyshard.ShardConfig(collectives=collectives, policy=units_of(Block), **settings)
+        seeded(wide).float(), polyshard.ShardConfig(collectives=collectives, policy=units_of(Block), **settings)
     )
     matrices = for_matrices(model).matrices
     muon = Muon(matrices, dtype=dtype)

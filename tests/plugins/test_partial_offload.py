@@ -18,6 +18,7 @@ from parity import (
     Block,
     Net,
     assert_parity,
+    chain,
     local,
     mean_square,
     on_ranks,
@@ -157,15 +158,8 @@ class Adapted(nn.Module):
         return self.base(x) + self.adapter(x)
 
 
-class AdaptedNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Adapted(), Adapted()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def adapted() -> Any:
+    return chain(blocks=nn.Sequential(Adapted(), Adapted()))
 
 
 def test_one_module_with_a_unit_here_and_one_on_the_host() -> None:
@@ -173,14 +167,12 @@ def test_one_module_with_a_unit_here_and_one_on_the_host() -> None:
 
     def labels(rank: int, world: ThreadedWorld) -> tuple[str, ...]:
         # A frozen unit of 16 elements in fp64 takes 64 bytes of a rank, a trained one, the first of its module, 256.
-        model = sharded_copy(
-            seeded(AdaptedNet), rank, world, policy=units_of(Adapted), offload=partial(device_bytes=128)
-        )
+        model = sharded_copy(seeded(adapted), rank, world, policy=units_of(Adapted), offload=partial(device_bytes=128))
         return polyshard.report(model).parked
 
     assert on_ranks(2, labels) == [("blocks.0", "blocks.1")] * 2
     assert_parity(
-        seeded(AdaptedNet),
+        seeded(adapted),
         step,
         2,
         settings={"policy": units_of(Adapted)},

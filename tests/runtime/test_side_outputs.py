@@ -19,6 +19,7 @@ from parity import (
     adam,
     assert_observed,
     assert_parity,
+    chain,
     draw,
     mean_square,
     on_ranks,
@@ -356,22 +357,12 @@ class Leaks(nn.Module):
         return y
 
 
-class Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 5)
-        self.unit = Leaks()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.unit(self.first(x))
-
-
 @one_by_one(
     "strategy", ["full_shard", "shard_grad_op"], "leaks", ["weight", "view", "detached"], "train", [True, False]
 )
 def test_a_unit_that_returns_its_own_weight_is_refused_by_name(leaks: str, train: bool, strategy: str) -> None:
     """By itself or, where it is kept for its backward, by the outermost module."""
-    model = seeded(Around)
+    model = seeded(lambda: chain(first=nn.Linear(3, 5), unit=Leaks()))
 
     def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
         mine = sharded_copy(model, rank, world, policy=units_of(Leaks), strategy=strategy)
