@@ -104,21 +104,12 @@ PARAMETERS = {
         (ODD, "is trained", "torch.float8_e4m3fn", "Freeze it"),
         trains=False,
     ),
-    "sparse": Case(
-        holding(torch.eye(3).to_sparse()),
-        errors.ParameterError,
-        ("torch.sparse_coo", ODD, "dense"),
-    ),
+    "sparse": Case(holding(torch.eye(3).to_sparse()), errors.ParameterError, ("torch.sparse_coo", ODD, "dense")),
     "subclass": Case(
-        holding(torch.ones(2).as_subclass(Subclass)),
-        errors.ParameterError,
-        ("Subclass", ODD),
-        trains=False,
+        holding(torch.ones(2).as_subclass(Subclass)), errors.ParameterError, ("Subclass", ODD), trains=False
     ),
     "state of its own": Case(
-        with_scales,
-        errors.ParameterError,
-        ("Quantized", ODD, "state of its own (scales)", "ignored_parameters"),
+        with_scales, errors.ParameterError, ("Quantized", ODD, "state of its own (scales)", "ignored_parameters")
     ),
     "sparse gradients": Case(
         lambda: Tower(nn.Embedding(3, 4, sparse=True)),
@@ -263,17 +254,9 @@ class Answers(WrapPolicy):
 
 
 POLICIES: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]]] = {
-    "list": (
-        lambda root: [root.first],
-        errors.PluginContractError,
-        ("an instance of list", "Return a mapping"),
-    ),
+    "list": (lambda root: [root.first], errors.PluginContractError, ("an instance of list", "Return a mapping")),
     "none": (lambda root: None, errors.PluginContractError, ("returned None", "Return a mapping")),
-    "names": (
-        lambda root: {"first": {}},
-        errors.PluginContractError,
-        ("'first': an instance of dict", "mapping"),
-    ),
+    "names": (lambda root: {"first": {}}, errors.PluginContractError, ("'first': an instance of dict", "mapping")),
     "no overrides": (lambda root: {root.first: None}, errors.PluginContractError, (": None", "mapping of modules")),
     "foreign": (lambda root: {nn.Linear(2, 2): {}}, errors.PluginContractError, ("Linear", "not inside the model")),
     "unknown override": (
@@ -373,10 +356,7 @@ def test_what_else_a_plugin_raises_stays_what_it_is_with_a_note_of_the_plugin() 
 @pytest.mark.parametrize(
     ("config", "remedy"),
     [
-        (
-            {"strategy": "no_shard"},
-            r"not {'strategy': 'no_shard'}\. Write ShardConfig\.from_mapping\({'strategy': ",
-        ),
+        ({"strategy": "no_shard"}, r"not {'strategy': 'no_shard'}\. Write ShardConfig\.from_mapping\({'strategy': "),
         ("run.toml", r"not 'run\.toml'\. Write ShardConfig\.from_toml\('run\.toml'\)\.$"),
         (Path("run.toml"), r"Write ShardConfig\.from_toml\('run\.toml'\)\.$"),
         ("no_shard", r"Write ShardConfig\(strategy='no_shard'\)\.$"),
@@ -398,10 +378,7 @@ def test_a_configuration_that_is_none(config: Any, remedy: str) -> None:
     [
         ({"ignored_modules": nn.Linear(2, 2)}, "ignored_modules is a Linear, no collection"),
         ({"ignored_modules": nn.Linear(2, 2).modules()}, "ignored_modules is a generator, no collection"),
-        (
-            {"ignored_modules": ["inner"]},
-            r"ignored_modules has 'inner', which is no Module.* model\.get_submodule\(",
-        ),
+        ({"ignored_modules": ["inner"]}, r"ignored_modules has 'inner', which is no Module.* model\.get_submodule\("),
         ({"ignored_parameters": ["weight"]}, r"ignored_parameters has 'weight', which .* model\.get_parameter\("),
         ({"ignored_parameters": nn.Parameter(torch.ones(2))}, "ignored_parameters is a Parameter, no collection"),
         ({"initializer": "normal"}, "initializer is 'normal', which cannot be called"),

@@ -14,7 +14,7 @@ from typing import Any
 import polyshard
 import pytest
 from fake_distribution import install
-from polyshard import ShardConfig, errors, inspect
+from polyshard import ShardConfig, errors
 from torch import nn
 
 #: A fresh interpreter runs these one after another: what one must not import, those before it must not either.
@@ -84,25 +84,6 @@ def test_nothing_is_imported_before_it_is_used(tmp_path: Path) -> None:
     # What draws is imported when something is drawn.
     assert "polyshard_plugins.trace" in traced
     assert "matplotlib" not in traced
-
-
-def test_the_door_hands_out_no_class_of_the_runtime() -> None:
-    door = [ast.parse(path.read_text(encoding="utf-8")) for path in Path(inspect.__file__).parent.glob("*.py")]
-    nodes = [node for tree in door for node in ast.walk(tree)]
-    inner = {
-        alias.asname or alias.name
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("runtime", "functions", "setup"))
-        for alias in node.names
-    }
-    # Where a model stands, the type of one argument of shard(), and what notes streams for plans.
-    inner -= {"Phase", "Initializer", "Waits"}
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
-    assert len(functions) > 80
-    for function in functions:
-        returned = function.returns
-        named = set() if returned is None else {node.id for node in ast.walk(returned) if isinstance(node, ast.Name)}
-        assert not named & inner, f"{function.name} of polyshard.inspect hands out {named & inner}"
 
 
 def sharded(**settings: Any) -> nn.Module:

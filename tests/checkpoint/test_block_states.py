@@ -77,10 +77,7 @@ def unsharded(make: Make, turns: range = range(4)) -> Mapping[str, torch.Tensor]
 
 
 def on_ranks(
-    number: int,
-    task: Callable[[nn.Module], Any],
-    made: Callable[[], nn.Module] | None = None,
-    **settings: Any,
+    number: int, task: Callable[[nn.Module], Any], made: Callable[[], nn.Module] | None = None, **settings: Any
 ) -> list[Any]:
     """What ``task`` returns of a sharded model on each of ``number`` ranks: a ``Net``, or what ``made`` makes."""
     start = (made or Net)()
@@ -123,11 +120,7 @@ def differing(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tens
 
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
-    [
-        *((kind, 2, 4) for kind in _KINDS),
-        *((kind, 1, 4) for kind in _KINDS[:2]),
-        ("AdamW4bit", 2, 1),
-    ],
+    [*((kind, 2, 4) for kind in _KINDS), *((kind, 1, 4) for kind in _KINDS[:2]), ("AdamW4bit", 2, 1)],
     ids=str,
 )
 def test_another_number_of_ranks_goes_on_as_the_unsharded_model(

@@ -168,10 +168,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "elements missing": (lambda m: m["model"]["0.weight"].update(NO_BOX), "has 0 elements"),
     "elements twice": (doubled, "has 30 elements"),
     "the same memory": (grown, "elements"),
-    "two in one place": (
-        lambda m: m["model"]["0.weight"].update(at=m["model"]["1.weight"]["at"]),
-        "is in two boxes",
-    ),
+    "two in one place": (lambda m: m["model"]["0.weight"].update(at=m["model"]["1.weight"]["at"]), "is in two boxes"),
     "outside of the shape": (put("offsets", 1, 0), "has a box at"),
     "of huge extents": (put("sizes", (1 << 62) - 1, (1 << 62) - 1), "has a box at"),
     "of fractions": (put("at", 64.0), "something else than numbers"),

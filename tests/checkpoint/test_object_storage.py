@@ -16,17 +16,7 @@ import polyshard
 import pytest
 import torch
 from checkpoints import alone
-from object_store import (
-    Counting,
-    ObjectStore,
-    WithFolders,
-    disturbed,
-    memory,
-    objects,
-    put,
-    store,
-    undisturbed,
-)
+from object_store import Counting, ObjectStore, WithFolders, disturbed, memory, objects, put, store, undisturbed
 from parity import on_ranks, threaded
 from plain_states import Odd, State, differing, plain_state, sorted_groups, train
 from polyshard import checkpoint

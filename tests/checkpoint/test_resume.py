@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from parity import Block, Net, draw, local, on_ranks, seeded, sharded_copy, train_reference, units_of, whole
-from polyshard import checkpoint, flat_parameters
+from polyshard import checkpoint
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -135,39 +135,6 @@ def test_resuming_twice_is_not_stopping(tmp_path: Path, name: str, sharding: str
     ranks, settings = SHARDINGS[sharding]
     values = assert_bit_equal(tmp_path, OPTIMIZERS[name], own, ranks, settings)
     torch.testing.assert_close(values, unsharded_values(name, ranks), rtol=1e-8, atol=1e-8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("choices", [(own, own, own), (own, flat_parameters, own)], ids=["own", "flat between"])
-@pytest.mark.parametrize(
-    "name",
-    ["AdamW", "Adagrad", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("NAdam", "RAdam", "ASGD"))],
-)
-def test_every_leg_may_be_sharded_otherwise(tmp_path: Path, name: str, choices: tuple[Choose, ...]) -> None:
-    legs = ((5, {"strategy": "full_shard"}), SHARDINGS["hybrid_shard 2 x 2"], (3, {"strategy": "no_shard"}))
-    make, ends = OPTIMIZERS[name], (*STOPS, TURNS)
-
-    def same_on_all(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        return step(model, turn, 0)
-
-    def leg(rank: int, world: ThreadedWorld, index: int) -> Values:
-        model = sharded_copy(net(seed=index), rank, world, policy=units_of(Block), **legs[index][1])
-        optimizer = make(choices[index](model))
-        begin = 0
-        if index:
-            begin = STOPS[index - 1]
-            checkpoint.load(tmp_path / f"step-{begin:08d}", model, optimizer)
-        for turn in range(begin, ends[index]):
-            same_on_all(model, turn, rank)
-            optimizer.step()
-            optimizer.zero_grad()
-        checkpoint.save(tmp_path, ends[index], model, optimizer)
-        return whole(model)
-
-    for index, (ranks, _) in enumerate(legs):
-        results = on_ranks(ranks, lambda rank, world, index=index: leg(rank, world, index))  # type: ignore[misc]
-    reference = train_reference(net(), same_on_all, 1, TURNS, lambda model: make(model.parameters()))
-    torch.testing.assert_close(results[0], reference.parameters, rtol=1e-8, atol=1e-8)
 
 
 class Counter(torch.optim.SGD):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import importlib.metadata
 import inspect
 import json
 import logging
@@ -31,6 +30,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import polyshard
 import polyshard.checkpoint
@@ -38,17 +38,10 @@ import polyshard.errors
 import pytest
 from fake_distribution import install
 from polyshard import errors, hookspecs
-from polyshard.config.sources import NO_SETTINGS
-from polyshard.interfaces import UNIT_OVERRIDES
+from polyshard.interfaces import WrapPolicy
+from polyshard_testing import PolicySuite, plugin_context
 from polyshard_tools.cli import main as polyshard_command
 from processes import run_script
-from torch.distributed.fsdp import (
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
 from torch.distributed.run import get_args_parser
 
 ROOT = Path(__file__).parents[2]
@@ -56,8 +49,6 @@ ROOT = Path(__file__).parents[2]
 #: The page that shows ``net.py``, the model of the guides.
 MODEL_PAGE = ROOT / "docs" / "sharding.md"
 
-#: Folders with source.
-_ROOMS = ("core", "backends", "policies", "plugins", "faces", "integrations", "tools", "testing")
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -68,10 +59,6 @@ _NAMED = re.compile(r"^`([\w./-]+)`$")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 _DECIMAL = re.compile(r"-?\d+\.\d+")
-
-_FOLDERS = "core|engine|backends|policies|plugins|tests|docs|examples|benchmarks"
-
-_FILE = re.compile(rf"`((?:{_FOLDERS})/[\w./-]*|\w+\.py)`")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +109,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_other_plugins: No
 
 #: They take longest; tests/examples/test_acme.py, tests/tools (plans), tests/meshes, tests/pipelining,
 #: tests/huggingface and tests/integrations try the same.
-_RARE = {
-    *("plugins.md", "plan.md", "parallel.md"),
-    *("accelerate.md", "weights.md", "lightning.md", "transformers.md"),
-}
+_RARE = {*("plugins.md", "plan.md", "parallel.md"), *("accelerate.md", "weights.md", "lightning.md", "transformers.md")}
 
 #: More than half a second, without programs.
 _SLOW = {"checkpoints.md", "training.md", "watching.md", "optimizers.md"}
@@ -140,10 +124,7 @@ def _marks(page: Path) -> tuple[pytest.MarkDecorator, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, id=_identify(page), marks=_marks(page)) for page in PAGES],
-)
+@pytest.mark.parametrize("page", [pytest.param(page, id=_identify(page), marks=_marks(page)) for page in PAGES])
 def test_page_runs(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,34 +244,10 @@ def test_links_lead_to_files_that_exist(page: Path) -> None:
             assert anchor in _anchors(file), f"{_identify(page)} links to {target}, which has no such heading"
 
 
-@pytest.mark.slow
-def test_pages_and_headings_that_the_source_names_exist() -> None:
-    named = 0
-    for file in (file for folder in (*_ROOMS, "benchmarks", "examples") for file in (ROOT / folder).rglob("*.py")):
-        # A docstring or a comment may break the line in front of the heading.
-        text = re.sub(r"\n\s*#?:? ?", " ", file.read_text(encoding="utf-8"))
-        for name, heading in re.findall(r"\b((?:docs|benchmarks)/[\w-]+\.md)(?:, \"([^\"]+)\")?", text):
-            page = ROOT / name
-            assert page.exists(), f"{file.relative_to(ROOT)} names {name}"
-            assert not heading or f"# {heading}\n" in page.read_text(encoding="utf-8"), f"{file}: {name}, {heading}"
-            named += 1
-    assert named > 10
-
-
 def _anchors(page: Path) -> set[str]:
     """The anchors that a forge makes of the headings of ``page``."""
     headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_files_named_in_the_architecture_exist() -> None:
-    page = ROOT / "docs" / "architecture.md"
-    named = _FILE.findall(page.read_text(encoding="utf-8"))
-    assert len(named) > 30
-    files = {path.relative_to(ROOT).as_posix() for room in (*_ROOMS, "docs") for path in (ROOT / room).rglob("*.py")}
-    for name in named:
-        found = (ROOT / name).is_dir() or any(f"/{file}".endswith(f"/{name}") for file in files)
-        assert found, f"{_identify(page)} names {name}"
 
 
 def test_every_setting_and_strategy_is_in_the_tables() -> None:
@@ -316,63 +273,6 @@ def test_the_tree_of_errors_is_the_tree_of_classes() -> None:
             assert built_in in [base.__name__ for base in error.__bases__], name
 
 
-def test_the_citation_names_this_version() -> None:
-    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"\nversion: {polyshard.__version__}\n" in text
-
-
-def test_every_argument_of_torchs_sharders_is_in_the_tables() -> None:
-    text = (ROOT / "docs" / "move.md").read_text(encoding="utf-8")
-    sections = dict(re.findall(r"^## From (\w+)$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
-    named = {
-        heading: {
-            word
-            for row in re.findall(r"^\| (.*?) \|", rows, re.M)
-            for span in re.findall(r"`([^`]*)`", row)
-            for word in re.findall(r"\w+", span)
-        }
-        for heading, rows in sections.items()
-    }
-    methods = {name for name in vars(FSDPModule) if not name.startswith("_")}
-    of_fsdp2 = {
-        *inspect.signature(fully_shard).parameters,
-        *inspect.signature(MixedPrecisionPolicy).parameters,
-        *methods,
-    }
-    assert of_fsdp2 - {"module"} - named["FSDP2"] == set()
-    of_fsdp1 = {*inspect.signature(FullyShardedDataParallel).parameters, *inspect.signature(MixedPrecision).parameters}
-    assert of_fsdp1 - {"module"} - named["FSDP1"] == set()
-
-
-def test_settings_that_newcomers_are_told_exist() -> None:
-    text = (ROOT / "docs" / "move.md").read_text(encoding="utf-8")
-    told = {
-        word
-        for row in re.findall(r"^\| .*? \| (.*) \|$", text, re.MULTILINE)
-        for span in re.findall(r"`([^`]*)`", row)
-        if "torch" not in span
-        for word in re.findall(r"\w+(?==|\":)", span)
-    }
-    factories = [entry.load() for entry in importlib.metadata.distribution("polyshard").entry_points]
-    options = {name for factory in factories for name in inspect.signature(factory).parameters}
-    calls = {name for call in (polyshard.shard, polyshard.unsharded) for name in inspect.signature(call).parameters}
-    settings = {field.name for field in dataclasses.fields(polyshard.ShardConfig)}
-    assert len(told) > 15
-    assert told - settings - options - calls - {"name", *UNIT_OVERRIDES} == set()
-
-
-def test_the_readme_says_of_its_chart_what_was_measured() -> None:
-    measured = {}
-    for run in ("peers.json", "peers4-8b.json"):
-        summary = json.loads((ROOT / "benchmarks" / "results" / run).read_text(encoding="utf-8"))["summary"]
-        measured.update(
-            {workload: peers["polyshard"]["speed_to_fsdp2"]["median"] for workload, peers in summary.items()}
-        )
-    (told,) = re.findall(r"!\[(.*?)\]\(docs/speedup\.svg\)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    numbers = [float(number) for number in re.findall(r"(\d\.\d\d) with", told)]
-    assert numbers == pytest.approx([measured[workload] for workload in ("host", "300m", "1b", "8b")], abs=0.005)
-
-
 def test_the_architecture_page_shows_todays_rooms_and_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     import draw_rooms
@@ -393,19 +293,6 @@ def test_the_architecture_page_shows_todays_rooms_and_imports(monkeypatch: pytes
     del sys.modules["draw_rooms"]
 
 
-HOOKS_PAGE = Path(__file__).parents[2] / "SECURITY.md"
-
-
-def test_names_and_variables_exist() -> None:
-    text = HOOKS_PAGE.read_text()
-    names = re.findall(r"`polyshard\.(checkpoint|errors)\.(\w+)", text)
-    assert len(names) >= 3
-    for module, name in names:
-        assert hasattr(getattr(polyshard, module), name), name
-    variables = set(re.findall(r"POLYSHARD_\w+", text))
-    assert variables == set(NO_SETTINGS)
-
-
 #: Every hook, with its arguments: a listener written against these goes on working.
 HOOKS = {
     "before_shard": ["model", "config"],
@@ -424,3 +311,19 @@ def test_there_are_these_hooks_and_no_others() -> None:
     # What pluggy finds is what a listener's methods are compared with.
     found = {name: each for name, each in vars(hookspecs).items() if hasattr(each, "polyshard_spec")}
     assert {name: list(inspect.signature(each).parameters) for name, each in found.items()} == HOOKS
+
+
+# The plugin that the README shows, held to the contract that `polyshard new` tests.
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+class TestWideLinear(PolicySuite):
+    def make(self) -> WrapPolicy:
+        (shown,) = [
+            text for text in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class WideLinear" in text
+        ]
+        names: dict[str, Any] = {"__name__": "shown"}
+        exec(shown, names)
+        made: WrapPolicy = names["WideLinear"](plugin_context())
+        return made

@@ -72,12 +72,7 @@ TOPOLOGIES = {
     "pp4 x tp2": {"parallel.pp": 4, "parallel.tp": 2, "training.microbatch": 4, **WHOLE},
     "pp2 x dp2 x tp2": {"parallel.pp": 2, "parallel.tp": 2, "training.microbatch": 2},
     "pp2 of two stages x dp4": {"parallel.pp": 2, "training.microbatch": 1, **INTERLEAVED},
-    "pp2 x replicate2 x dp2": {
-        "parallel.pp": 2,
-        "parallel.pp_schedule": "gpipe",
-        "training.microbatch": 1,
-        **HYBRID,
-    },
+    "pp2 x replicate2 x dp2": {"parallel.pp": 2, "parallel.pp_schedule": "gpipe", "training.microbatch": 1, **HYBRID},
 }
 
 pytestmark = pytest.mark.slow
@@ -226,10 +221,7 @@ def example() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "meshes"),
     [
-        (
-            "mixtral",
-            [{"parallel.ep": 2, "parallel.tp": 2, "training.microbatch": 2}],
-        ),
+        ("mixtral", [{"parallel.ep": 2, "parallel.tp": 2, "training.microbatch": 2}]),
         ("llama", [{"parallel.cp": 2, "training.microbatch": 2}]),
         pytest.param(
             "mixtral",

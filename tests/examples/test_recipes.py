@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 import tomllib
 import warnings
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from polyshard_tools.cli import main as polyshard_command
 from processes import KeptRanks, importing_from
 from safetensors.torch import load_file
 from torchrun import launched
@@ -177,15 +175,3 @@ def test_the_toy_of_the_8b_file_trains_and_its_plan_counts_8b(runs: Any) -> None
     # 32 blocks of 4096 x (4096 + 1024) x 2 for attention, 3 x 4096 x 14336 and two norms; embedding, head and norm.
     block = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336 + 2 * 4096
     assert sum(each.numel() for each in made.parameters()) == 32 * block + 2 * 128256 * 4096 + 4096
-
-
-@pytest.mark.nightly
-def test_the_8b_plan_is_the_pages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(ROOT)
-    page = (RECIPES / "llama_8b.md").read_text(encoding="utf-8")
-    (words,) = re.findall(r"^polyshard (plan .*)$", page.replace("\\\n", " "), re.MULTILINE)
-    assert polyshard_command(words.split()) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for line in ("LlamaForCausalLM on 8 ranks: 8,030,261,248 parameters", "It fits: 19.26 GiB of 139.00 GiB."):
-        assert any(each.startswith(line) for each in lines)
-        assert line in page

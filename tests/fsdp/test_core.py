@@ -31,6 +31,7 @@ from fsdp_parity.training import (
     ddp,
     fsdp_parity,
     full_parameters,
+    plain_transformer,
     train_for_several_steps,
     train_reference,
 )
@@ -118,11 +119,7 @@ def transformer(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrateg
 def delayed_optim_step(ranks: Ranks, cpu_offload: CPUOffload, strategy: ShardingStrategy | None) -> None:
     """The next forward's gathers wait for the optimizer's step, however late it comes."""
     _parity(
-        ranks,
-        NestedWrappedModuleWithDelay,
-        cpu_offload,
-        strategy,
-        init_kwargs={"delay_after_loss_ms": delay(ranks)},
+        ranks, NestedWrappedModuleWithDelay, cpu_offload, strategy, init_kwargs={"delay_after_loss_ms": delay(ranks)}
     )
 
 
@@ -178,13 +175,6 @@ def _transformer(ranks: Ranks, mode: CUDAInitMode, settings: Mapping[str, Any], 
     )
 
 
-def _plain_transformer(ranks: Ranks) -> TransformerWithSharedParams:
-    plain: TransformerWithSharedParams = TransformerWithSharedParams.init(
-        ranks.group, FSDPInitMode.NO_FSDP, CUDAInitMode.CUDA_BEFORE, deterministic=True, device=ranks.device
-    )
-    return plain
-
-
 def param_change_after_init(ranks: Ranks, mixed_precision: bool) -> None:
     """New values written into a parameter's ``.data`` after wrapping are what the next forward computes with."""
     settings = {"mixed_precision": MixedPrecision()} if mixed_precision else {}
@@ -196,7 +186,7 @@ def param_change_after_init(ranks: Ranks, mixed_precision: bool) -> None:
     output = changed(*model_input)
     assert not torch.allclose(reference, output), "the output does not show the change to a parameter after wrapping"
     # What the changed shards amount to, in a model that was never sharded.
-    plain = _plain_transformer(ranks)
+    plain = plain_transformer(ranks)
     torch.testing.assert_close(plain(*model_input), reference)
     with torch.no_grad():
         for parameter, value in zip(plain.parameters(), full_parameters(changed).values(), strict=True):
@@ -253,7 +243,7 @@ def test_register_functions_called(ranks: Ranks) -> None:
         output = model(*model_input)
         assert calls > 0
         assert post_backward.called
-    plain = _plain_transformer(ranks)
+    plain = plain_transformer(ranks)
     torch.testing.assert_close(output, plain(*model_input))
     del output
     reference = ddp(ranks, plain)
@@ -276,7 +266,7 @@ def transformer_no_grad(ranks: Ranks, mixed_precision: bool) -> None:
         without_grad = model(*model_input)
     torch.testing.assert_close(output, without_grad)
     if precision is None:
-        plain = _plain_transformer(ranks)
+        plain = plain_transformer(ranks)
         with torch.no_grad():
             for parameter, value in zip(plain.parameters(), full_parameters(model).values(), strict=True):
                 parameter.copy_(value)
@@ -284,7 +274,7 @@ def transformer_no_grad(ranks: Ranks, mixed_precision: bool) -> None:
                 buffer.copy_(value)
             torch.testing.assert_close(plain(*model_input), without_grad)
         return
-    reference = CastReference(_plain_transformer(ranks), precision, kept=(_BatchNorm,))
+    reference = CastReference(plain_transformer(ranks), precision, kept=(_BatchNorm,))
     reference.load(whole_parameters(model))
     with torch.no_grad():
         for buffer, value in zip(reference.module.buffers(), model.buffers(), strict=True):
@@ -335,12 +325,7 @@ def test_unshard_params_as_tensors(ranks: Ranks, **settings: Any) -> None:
     assert_same_parameters(full_parameters(model), dict(plain.named_parameters()))
 
 
-PARITY = (
-    transformer,
-    delayed_optim_step,
-    delayed_reduce_scatter,
-    mixture_of_experts_with_delay_before_free,
-)
+PARITY = (transformer, delayed_optim_step, delayed_reduce_scatter, mixture_of_experts_with_delay_before_free)
 #: Each body with each offload, and with each strategy, of which one is left to `make test-nightly`.
 CASES = [tuple(case.values()) for case in pairs({"body": PARITY, **AXES})]
 

@@ -139,11 +139,7 @@ def numel_of_flat_parameter(ranks: Ranks, half: bool, shared: bool) -> None:
 @across(1)
 def test_aligned_shard_metadata_in_full_precision(ranks: Ranks) -> None:
     """Every parameter ends at a multiple of four fp32 elements: 21 + (3) + 35 + (1) + 25 = 85."""
-    module = nn.Sequential(
-        nn.Linear(3, 7, bias=False),
-        nn.Linear(7, 5, bias=False),
-        nn.Linear(5, 5, bias=False),
-    )
+    module = nn.Sequential(nn.Linear(3, 7, bias=False), nn.Linear(7, 5, bias=False), nn.Linear(5, 5, bias=False))
     handle = _handle(ranks, list(module.parameters()), module, use_orig_params=True)
     assert handle.flat_param.numel() == 85
     _check_metadata(
@@ -169,11 +165,7 @@ def test_aligned_shard_metadata_in_full_precision(ranks: Ranks) -> None:
 @across(1)
 def test_aligned_shard_metadata_in_mixed_precision(ranks: Ranks) -> None:
     """The alignment counts in the dtype that computes, eight fp16 elements: 10 + (6) + 25 + (7) + 15 = 63."""
-    module = nn.Sequential(
-        nn.Linear(2, 5, bias=False),
-        nn.Linear(5, 5, bias=False),
-        nn.Linear(5, 3, bias=False),
-    )
+    module = nn.Sequential(nn.Linear(2, 5, bias=False), nn.Linear(5, 5, bias=False), nn.Linear(5, 3, bias=False))
     parameters = list(module.parameters())
     handle = _handle(ranks, parameters, module, use_orig_params=True, mp_param_dtype=torch.float16)
     assert handle.flat_param.numel() == 63

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fsdp_parity.ranks import Ranks, across
 from fsdp_parity.subtests import subtests
 from fsdp_parity.training import ddp, full_parameters
+from parity import chain
 from polyshard.errors import UnsupportedError
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import MixedPrecision, ShardingStrategy
@@ -21,20 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 GROUPS = ["tuple", "mesh", "world"]
-
-
-class Net(nn.Module):
-    """Three layers, of sizes that no number of ranks divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin1 = nn.Linear(7, 5)
-        self.lin2 = nn.Linear(5, 5)
-        self.lin3 = nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.lin3(torch.tanh(self.lin2(torch.tanh(self.lin1(x)))))
-        return result
 
 
 @functools.cache
@@ -71,10 +58,12 @@ def hybrid(
     )
 
 
-def net(ranks: Ranks) -> Net:
-    """The same on all ranks."""
+def net(ranks: Ranks) -> Any:
+    """Three layers, of sizes that no number of ranks divides; the same on all ranks."""
     torch.manual_seed(0)
-    return Net().to(ranks.device)
+    layers: list[nn.Module] = [nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)]
+    names = ("lin1", "tanh1", "lin2", "tanh2", "lin3")
+    return chain(**dict(zip(names, layers, strict=True))).to(ranks.device)
 
 
 def batch(ranks: Ranks, step: int) -> torch.Tensor:

@@ -143,10 +143,7 @@ def test_rank_0s_values_reach_all_ranks_of_two_groups(ranks: Ranks) -> None:
     half = [dist.new_group([0, 1]), dist.new_group([2, 3])][ranks.rank // 2]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])][ranks.rank % 2]
     wrapped = FullyShardedDataParallel(
-        Mixed(ranks.rank).to(ranks.device),
-        (half, across),
-        ShardingStrategy.HYBRID_SHARD,
-        sync_module_states=True,
+        Mixed(ranks.rank).to(ranks.device), (half, across), ShardingStrategy.HYBRID_SHARD, sync_module_states=True
     )
     expected = {name: tensor.flatten().tolist() for name, tensor in Mixed(0).state_dict().items()}
     assert values_of(wrapped) == expected
@@ -255,107 +252,88 @@ class Inner(Net):
 
 
 REFUSED: list[Any] = [
-    pytest.param(
+    (
         Net,
         lambda model: {"process_group": PAIR, "device_mesh": object()},
         ValueError,
         "Cannot pass both process_group and device_mesh at the same time. Please just pass only one of them.",
-        id="group-and-mesh",
     ),
-    pytest.param(
+    (
         Net,
         lambda model: {"sharding_strategy": HYBRID},
         ValueError,
         "Manual wrapping with ShardingStrategy.HYBRID_SHARD requires explicit specification of process group or "
         "device_mesh.",
-        id="hybrid-by-hand",
     ),
-    pytest.param(
+    (
         Net,
         lambda model: {"sharding_strategy": HYBRID, "process_group": PAIR},
         ValueError,
         "Expected process_group to be passed in as either None or Tuple[dist.ProcessGroup, dist.ProcessGroup] but got "
         "<class 'fsdp_parity.models.DummyProcessGroup'>",
-        id="hybrid-with-one-group",
     ),
-    pytest.param(Net, lambda model: {}, ValueError, "Default process group has not been initialized", id="no-group"),
-    pytest.param(
-        Net,
-        lambda model: {"process_group": (PAIR, PAIR)},
-        ValueError,
-        "is not a process group that this process is in",
-        id="pair-without-hybrid",
-    ),
-    pytest.param(
+    (Net, lambda model: {}, ValueError, "Default process group has not been initialized"),
+    (Net, lambda model: {"process_group": (PAIR, PAIR)}, ValueError, "is not a process group that this process is in"),
+    (
         Net,
         lambda model: {"process_group": PAIR, "ignored_modules": [], "ignored_states": []},
         ValueError,
         "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states.",
-        id="two-lists-of-ignored",
     ),
-    pytest.param(
+    (
         Net,
         lambda model: {"process_group": PAIR, "ignored_states": [model.first, model.second.weight]},
         ValueError,
         "ignored_states expects all nn.Parameter or all nn.Module list elements but got types [<class "
         "'torch.nn.modules.linear.Linear'>, <class 'torch.nn.parameter.Parameter'>]",
-        id="mixed-ignored-states",
     ),
-    pytest.param(
+    (
         Net,
         lambda model: {"process_group": PAIR, "ignored_modules": [model.first.weight]},
         ValueError,
         "ignored_modules expects nn.Module list elements but got types [<class 'torch.nn.parameter.Parameter'>]",
-        id="ignored-parameters-as-modules",
     ),
-    pytest.param(
+    (
         Net,
         lambda model: {"process_group": PAIR, "ignored_modules": model.first},
         TypeError,
         "'Linear' object is not iterable",
-        id="ignored-not-iterable",
     ),
-    pytest.param(
+    (
         Inner,
         lambda model: {"process_group": PAIR, "ignored_modules": [model.first]},
         ValueError,
         "`ignored_modules` should not include FSDP modules",
-        id="ignored-instance",
     ),
-    pytest.param(
+    (
         WithScalar,
         lambda model: {"process_group": PAIR},
         ValueError,
         "FSDP doesn't support scalar parameters. Change second.temperature to a 1D tensor with numel equal to 1.",
-        id="scalar",
     ),
-    pytest.param(
+    (
         lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True)),
         lambda model: {"process_group": PAIR},
         ValueError,
         "'1' makes sparse gradients, which cannot be reduced in a flat buffer (rank 0). Construct it with sparse=False",
-        id="sparse-gradients",
     ),
-    pytest.param(
+    (
         lambda: nn.Sequential(Net(), nn.EmbeddingBag(3, 2, max_norm=1.5)),
         lambda model: {"process_group": PAIR, "auto_wrap_policy": ModuleWrapPolicy({Net})},
         ValueError,
         "'1' scales rows of its weight to max_norm=1.5 in forward, where they are a copy that is lost (rank 0).",
-        id="scaled-in-forward",
     ),
-    pytest.param(
+    (
         HalfMeta,
         lambda model: {"process_group": PAIR},
         RuntimeError,
         "To support a module with both CPU and GPU params, please pass in device_id argument.",
-        id="two-devices",
     ),
-    pytest.param(
+    (
         HalfMeta,
         lambda model: {"process_group": PAIR, "param_init_fn": 42, "device_id": torch.device("cpu")},
         ValueError,
         "Expected 42 to be callable but got <class 'int'>",
-        id="init-function",
     ),
 ]
 

@@ -7,7 +7,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -24,8 +24,6 @@ from polyshard_fsdp._flat_param import _FSDP_USE_FULL_PREC_IN_EVAL, _FSDP_USE_UN
 from polyshard_fsdp._runtime_utils import HOMOGENEOUS_ATTR_NAMES
 from polyshard_fsdp.wrap import ModuleWrapPolicy
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.utils.checkpoint import checkpoint
 
 FS, SGO, NS = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 BOTH = [False, True]
@@ -158,29 +156,6 @@ def step_in_backward(model: nn.Module, optimizer_class: Any, options: dict[str, 
         from torch.distributed.optim import _apply_optimizer_in_backward
 
         _apply_optimizer_in_backward(optimizer_class, model.parameters(), options, register_hook=False)
-
-
-@across(2)
-@subtests(strategy=[FS, SGO, NS], use_orig_params=BOTH, accumulates=BOTH)
-def test_unused_output_has_no_gradient(
-    ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
-) -> None:
-    """Nobody's loss uses a unit's output: no gradient, and an optimizer with weight decay leaves it alone."""
-    model = wrap(build(ranks, Two), strategy, use_orig_params, nn.Linear)
-    before = full_parameters(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    for step in range(3):
-        with model.no_sync() if accumulates else nullcontext():
-            model(batch(ranks, ranks.rank, step))[0].sum().backward()
-        if accumulates:
-            model(batch(ranks, ranks.rank, step))[0].sum().backward()
-        assert all(parameter.grad is None for parameter in model.module.b.parameters())
-        assert any(parameter.grad is not None for parameter in model.module.a.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-    after = full_parameters(model)
-    for name in before:
-        assert torch.equal(before[name], after[name]) == ("b." in name), name
 
 
 @across(2)
@@ -320,110 +295,6 @@ def prefetched(ranks: Ranks, prefetch: BackwardPrefetch | None, training_state: 
             seen.append([])
             _mean(root(batch(ranks, ranks.rank, step))).backward()
     return seen
-
-
-@across(2)
-@subtests(
-    place=["around", "inside", "wrapper_around", "wrapper_inside"],
-    reentrant=BOTH,
-    strategy=[FS, SGO],
-    use_orig_params=BOTH,
-)
-def test_checkpointing(
-    ranks: Ranks, place: str, reentrant: bool, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    """Activation checkpoints around and inside instances, of both kinds."""
-    plain, model = build(ranks, Stack), build(ranks, Stack)
-    assert isinstance(model, Stack)
-    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-    shard = functools.partial(FSDP, sharding_strategy=strategy, use_orig_params=use_orig_params)
-    for index, block in enumerate(list(model.blocks)):
-        assert isinstance(block, Block)
-        if place == "inside":
-            block.forward = functools.partial(_checkpointed, block.forward, reentrant)  # type: ignore[method-assign]
-        if place == "wrapper_inside":
-            block = checkpoint_wrapper(block, checkpoint_impl=impl)
-        wrapped: nn.Module = shard(block)
-        model.blocks[index] = (
-            checkpoint_wrapper(wrapped, checkpoint_impl=impl) if place == "wrapper_around" else wrapped
-        )
-    if place == "around":
-        model.run = functools.partial(_checkpointed, reentrant=reentrant)
-    comparison = Comparison(ranks, plain, _Scaled(shard(model)) if reentrant else shard(model))
-    for step in range(3):
-        comparison.step(step)
-    comparison.check()
-
-
-class _Scaled(nn.Module):
-    """Lets the input require gradients: a re-entrant checkpoint passes none on otherwise."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self._fsdp_wrapped_module = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self._fsdp_wrapped_module(x.requires_grad_())
-        return result
-
-
-def _checkpointed(function: Callable[..., Any], *args: Any, reentrant: bool | None = None) -> Any:
-    if reentrant is None:
-        reentrant, *args = args  # type: ignore[assignment]
-    return checkpoint(function, *args, use_reentrant=reentrant)
-
-
-@across(2)
-@subtests(strategy=[FS, SGO, NS], use_orig_params=BOTH)
-def test_freezing_between_steps(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """A unit that is frozen, and later thawed, between steps."""
-    plain = build(ranks, Stack)
-    model = wrap(build(ranks, Stack), strategy, use_orig_params)
-    comparison = Comparison(ranks, plain, model)
-    for step in range(6):
-        if step in (2, 4):
-            for each in (plain, model.module):
-                for parameter in each.blocks[1].parameters():
-                    parameter.requires_grad_(step == 4)
-        comparison.step(step)
-        frozen = 2 <= step < 4
-        assert all((parameter.grad is None) for parameter in model.module.blocks[1].parameters()) is frozen
-    comparison.check()
-
-
-class _Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("in backward")
-
-
-def _raise_in_forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    raise ArithmeticError("in forward")
-
-
-def _raise_in_backward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return _call(module, _Raises.apply(x))  # type: ignore[no-untyped-call]
-
-
-@across(2)
-@subtests(where=[_raise_in_forward, _raise_in_backward], strategy=[FS, SGO, NS], use_orig_params=BOTH)
-def test_after_exceptions(ranks: Ranks, where: Any, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """A forward or a backward that raised on all ranks leaves nothing behind: the next step is right."""
-    plain = build(ranks, Stack)
-    model = wrap(build(ranks, Stack), strategy, use_orig_params)
-    comparison = Comparison(ranks, plain, model)
-    for step in range(4):
-        comparison.step(step)
-        broken = model.module.blocks[1]
-        model.module.run = lambda block, x, broken=broken: where(block, x) if block is broken else block(x)
-        with pytest.raises(ArithmeticError, match="in "):
-            _mean(model(batch(ranks, ranks.rank, 9))).backward()
-        model.module.run = _call
-    comparison.check()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from fsdp_parity.mixed_models import (
     CastReference,
     ForwardChecks,
     LinearMixedPrecision,
-    TwoLinears,
     assert_all_near,
     assert_near,
     checked_reduce_scatter,
@@ -31,15 +30,10 @@ from fsdp_parity.mixed_models import (
     whole_gradients,
     whole_parameters,
 )
-from fsdp_parity.models import (
-    CUDAInitMode,
-    FSDPInitMode,
-    TransformerWithSharedParams,
-    wrap_fsdp,
-)
+from fsdp_parity.models import CUDAInitMode, FSDPInitMode, TransformerWithSharedParams, wrap_fsdp
 from fsdp_parity.ranks import Pools, Ranks, across
 from fsdp_parity.subtests import subtests
-from parity import seed_all
+from parity import chain, seed_all
 from polyshard_fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp._common_utils import clean_tensor_name
@@ -243,10 +237,7 @@ class _EndToEnd:
 
 @pytest.mark.parametrize(
     "mixed_precision",
-    [
-        MP_ALL,
-        MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32, buffer_dtype=torch.float16),
-    ],
+    [MP_ALL, MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32, buffer_dtype=torch.float16)],
     ids=["all", "params_and_reduce_differ"],
 )
 @across(2)
@@ -346,13 +337,10 @@ def test_mp_batchnorm(ranks: Ranks, convert_sync_bn: bool) -> None:
 def test_grads_reduced_precision(ranks: Ranks, offload_params: bool, use_orig_params: bool) -> None:
     """With ``keep_low_precision_grads``, gradients that add up over six backwards are fp16, and right."""
     mixed_precision = MixedPrecision(
-        param_dtype=torch.float16,
-        reduce_dtype=torch.float16,
-        buffer_dtype=torch.float16,
-        keep_low_precision_grads=True,
+        param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16, keep_low_precision_grads=True
     )
     seed_all(0)
-    model: Any = TwoLinears().to(ranks.device)
+    model: Any = chain(lin1=nn.Linear(10, 10), lin2=nn.Linear(10, 10)).to(ranks.device)
     reference = CastReference(model, mixed_precision)
     settings: dict[str, Any] = {
         "mixed_precision": mixed_precision,

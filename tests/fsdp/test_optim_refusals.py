@@ -6,23 +6,13 @@ import copy
 
 import pytest
 import torch
-from fsdp_parity.optim_models import (
-    SHARED,
-    STEPS_BEFORE,
-    Settings,
-    Sharded,
-    assert_raises,
-    quiet,
-)
+from fsdp_parity.optim_models import SHARED, STEPS_BEFORE, Settings, Sharded, assert_raises, quiet
 from fsdp_parity.ranks import Ranks, across
 from fsdp_parity.subtests import named
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
-from polyshard_fsdp import (
-    FullyShardedDataParallel,
-    StateDictType,
-)
+from polyshard_fsdp import FullyShardedDataParallel, StateDictType
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP

@@ -65,11 +65,7 @@ def _freeze(model: nn.Module) -> None:
 
 
 def _train(
-    ranks: Ranks,
-    model: Any,
-    optimizer: torch.optim.Optimizer | HostStep,
-    set_to_none: bool,
-    num_iters: int,
+    ranks: Ranks, model: Any, optimizer: torch.optim.Optimizer | HostStep, set_to_none: bool, num_iters: int
 ) -> list[torch.Tensor]:
     """The loss of each iteration. Gradients are zeroed before forward, and in every other iteration after it."""
     losses = []
@@ -113,11 +109,7 @@ def _train_ddp(
 
 
 def _assert_ddp_parity(
-    ranks: Ranks,
-    model: FSDP,
-    optimizer: torch.optim.Optimizer,
-    set_to_none: bool,
-    reference: _DdpTraining,
+    ranks: Ranks, model: FSDP, optimizer: torch.optim.Optimizer, set_to_none: bool, reference: _DdpTraining
 ) -> None:
     losses = _train(ranks, model, optimizer, set_to_none, len(reference.losses))
     torch.testing.assert_close(losses, reference.losses)

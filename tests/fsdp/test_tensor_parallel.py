@@ -12,6 +12,7 @@ import pytest
 import torch
 from fsdp_parity.ranks import Ranks, across
 from fsdp_parity.subtests import subtests
+from parity import chain
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import ShardingStrategy, StateDictType
@@ -35,33 +36,20 @@ class Block(nn.Module):
         return cast("torch.Tensor", x + self.down(torch.tanh(self.up(self.norm(x)))))
 
 
-class Net(nn.Module):
-    """Two blocks, and a head of the outermost instance's own, cut along its rows."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return cast("torch.Tensor", self.head(x))
-
-
 @functools.cache
 def meshes(device_type: str) -> DeviceMesh:
     """One replica of two data ranks of two."""
     return init_device_mesh(device_type, (1, 2, 2), mesh_dim_names=("replicate", "dp", "tp"))
 
 
-def net(ranks: Ranks, seed: int = 0, width: int = 7) -> Net:
+def net(ranks: Ranks, seed: int = 0, width: int = 7) -> Any:
     """The same on all ranks, in fp64."""
     torch.manual_seed(seed)
-    return Net(width).double().to(ranks.device)
+    blocks = nn.Sequential(Block(width), Block(width))
+    return chain(blocks=blocks, head=nn.Linear(6, 4)).double().to(ranks.device)
 
 
-def parallel(ranks: Ranks, model: Net) -> Net:
+def parallel(ranks: Ranks, model: Any) -> Any:
     """``model`` cut over the ranks of ``tp``."""
     plan: dict[str, Any] = {"head": ColwiseParallel(output_layouts=Replicate())}
     for index in range(len(model.blocks)):
@@ -80,7 +68,7 @@ def parallel(ranks: Ranks, model: Net) -> Net:
     return model
 
 
-def sharded(ranks: Ranks, model: Net, use_orig_params: bool, strategy: ShardingStrategy) -> FSDP:
+def sharded(ranks: Ranks, model: Any, use_orig_params: bool, strategy: ShardingStrategy) -> FSDP:
     """``model``, which tensor parallelism has cut, with each block a unit."""
     mesh = meshes(ranks.device.type)
     over = mesh["replicate", "dp"] if strategy is ShardingStrategy.HYBRID_SHARD else mesh["dp"]

@@ -22,6 +22,7 @@ from fsdp_parity.models import (
 )
 from fsdp_parity.ranks import Ranks, across
 from fsdp_parity.subtests import named, subtests
+from parity import chain
 from polyshard_fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp._common_utils import clean_tensor_name
@@ -175,7 +176,8 @@ def test_main_wrap_api(
     for mode in init_modes(ranks, offload=cpu_offload.offload_params):
         with named({"mode": mode}):
             torch.manual_seed(0)
-            reference = _OneElementUnits().to(ranks.device)
+            layers: dict[str, nn.Module] = {f"lin{number}": nn.Linear(1, 1, bias=False) for number in (1, 2, 3)}
+            reference = chain(**layers, lin4=chain(nested_lin=nn.Linear(1, 1, bias=False))).to(ranks.device)
             model: Any = copy.deepcopy(reference)
             if mode is CUDAInitMode.CUDA_AFTER:
                 model = model.cpu()
@@ -233,29 +235,6 @@ def test_batchnorm_apart_under_mixed_precision(ranks: Ranks, as_function: bool) 
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
     assert model[1].module.running_mean.dtype == torch.float32
-
-
-class _Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.nested_lin = nn.Linear(1, 1, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.nested_lin(x)
-        return output
-
-
-class _OneElementUnits(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin1 = nn.Linear(1, 1, bias=False)
-        self.lin2 = nn.Linear(1, 1, bias=False)
-        self.lin3 = nn.Linear(1, 1, bias=False)
-        self.lin4 = _Nested()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.lin4(self.lin3(self.lin2(self.lin1(x))))
-        return output
 
 
 def _wrap_container(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:

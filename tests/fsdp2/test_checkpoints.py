@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp2_models import FACES, OURS, inputs, parallel, same, square_of
-from parity import draw
+from parity import chain, draw
 from polyshard import checkpoint
 from polyshard import state as states
 from polyshard.errors import UnsupportedError
@@ -120,8 +120,7 @@ def loaded_by_torch(rank: int, cut: str, folder: str, wanted: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [("columns, tensor", "rows"), pytest.param("uneven rows", "columns", marks=pytest.mark.nightly)],
+    ("theirs", "ours"), [("columns, tensor", "rows"), pytest.param("uneven rows", "columns", marks=pytest.mark.nightly)]
 )
 def test_directories_of_torchs(ranks: KeptRanks, tmp_path: Path, theirs: str, ours: str) -> None:
     wanted = ranks.run(CUTS[theirs][0], saved_by_torch, theirs, str(tmp_path))[0]
@@ -141,20 +140,10 @@ class Experts(nn.Module):
         return (x @ up).sum(0)
 
 
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.experts = nn.Linear(4, 4).double(), Experts()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        answer: torch.Tensor = self.experts(self.first(x))
-        return answer
-
-
 def mixture(ep: int, *, named: bool = True) -> Made:
     """Experts over ``ep`` groups of ranks, as parts of a whole or, not ``named``, as parameters of their own."""
     torch.manual_seed(0)
-    model = Mixture()
+    model = chain(first=nn.Linear(4, 4).double(), experts=Experts())
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size() // ep, ep), mesh_dim_names=("edp", "ep"))
     if ep > 1:
         up = distribute_tensor(model.experts.up.detach(), mesh["ep"], [Shard(0)])
@@ -242,13 +231,7 @@ def plain_in_blocks(rank: int, package: str, kind: str) -> dict[str, torch.Tenso
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("package", "kind"),
-    [
-        ("torchao.optim", "AdamW8bit"),
-        ("torchao.optim", "AdamW4bit"),
-    ],
-)
+@pytest.mark.parametrize(("package", "kind"), [("torchao.optim", "AdamW8bit"), ("torchao.optim", "AdamW4bit")])
 def test_states_in_blocks(ranks: KeptRanks, tmp_path: Path, package: str, kind: str) -> None:
     pytest.importorskip(package)
     (wanted,) = ranks.run(1, plain_in_blocks, package, kind)

@@ -83,25 +83,13 @@ def refusals(face: ModuleType) -> None:
     cases: list[tuple[type[Exception], str, Callable[[Any], object]]] = [
         (ValueError, "does not support containers that do not implement forward", lambda m: shard(m.blocks)),
         (ValueError, "expects a 1D or 2D DeviceMesh", lambda m: over(m, 1, 1, 2)),
-        (
-            AssertionError,
-            "Please init the 2D mesh .* mesh_dim_names",
-            lambda m: over(m, 1, 2),
-        ),
+        (AssertionError, "Please init the 2D mesh .* mesh_dim_names", lambda m: over(m, 1, 2)),
         (ValueError, "should be a bool or an int", lambda m: shard(m, mesh=mesh, reshard_after_forward="yes")),
         (ValueError, "should be a factor of 2, not 3", lambda m: shard(m, mesh=mesh, reshard_after_forward=3)),
         (ValueError, "Change scalar to a 1D tensor with numel equal to 1", lambda m: shard(m, mesh=mesh)),
         (NotImplementedError, "does not support non-contiguous parameters: turned", lambda m: shard(m, mesh=mesh)),
-        (
-            NotImplementedError,
-            "uneven sharding on dim 1",
-            lambda m: along(m, lambda p: Shard(p.ndim - 1)),
-        ),
-        (
-            AssertionError,
-            "Shard dim 1 is invalid for 1D",
-            lambda m: along(m, lambda _: Shard(1)),
-        ),
+        (NotImplementedError, "uneven sharding on dim 1", lambda m: along(m, lambda p: Shard(p.ndim - 1))),
+        (AssertionError, "Shard dim 1 is invalid for 1D", lambda m: along(m, lambda _: Shard(1))),
     ]
     if "param_dtype_override_fn" in signature(face.MixedPrecisionPolicy).parameters:
         # Of torch 2.15.

@@ -15,13 +15,7 @@ import polyshard_fsdp2._settings
 import pytest
 import torch
 from fsdp2_models import FACES, OURS, Words, batches, cpu_mesh, loss_of, shard_all
-from parity import (
-    draw,
-    fake,
-    root_of,
-    seeded,
-    units_of,
-)
+from parity import chain, draw, fake, root_of, seeded, units_of
 from polyshard.interfaces import Observer, UnitEvent, UnitOperation, UnitSpec
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.gloo import GlooCollectives
@@ -50,19 +44,9 @@ class Block(nn.Module):
         return hidden
 
 
-class Model(nn.Module):
+def made() -> Any:
     """Blocks of nine parameters, and two of the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+    return chain(blocks=nn.Sequential(*(Block() for _ in range(BLOCKS))), head=nn.Linear(WIDTH, 3))
 
 
 class Launches(NamedTuple):
@@ -102,11 +86,11 @@ def test_large_groups_are_one_launch_each_in_every_step(offload: str) -> None:
     blocks = [9] * BLOCKS
     expected = Launches([2, *blocks, *blocks], 0, [], BLOCKS + 1)
     # No block leaves room for another one.
-    assert launches_of(seeded(Model), Block, 2, 1, offload) == [expected, expected]
+    assert launches_of(seeded(made), Block, 2, 1, offload) == [expected, expected]
 
 
 def test_small_groups_share_launches() -> None:
-    first, second = launches_of(seeded(Model), Block, 2, batch_nbytes="128 MiB")
+    first, second = launches_of(seeded(made), Block, 2, batch_nbytes="128 MiB")
     # No order is known in the first forward. All gradients are merged, and travel as one.
     assert first == Launches([2, 9, 9, 9, 9, 9 * BLOCKS], 0, [], 1)
     assert second == Launches([2, 9 * BLOCKS, 9 * BLOCKS], 0, [], 1)
@@ -123,7 +107,7 @@ def test_groups_of_medium_size_share_reductions(room: int, reductions: int) -> N
 
 def test_replicas_add_up_a_group_by_one_reduction() -> None:
     collectives = fake()
-    model = seeded(Model)
+    model = seeded(made)
     settings = {"split_root": False, "batch_nbytes": 1, "strategy": "hybrid_shard"}
     config = polyshard.ShardConfig(collectives=collectives, policy=units_of(Block), shard_size=2, **settings)
     polyshard.shard(model, config)
@@ -154,7 +138,7 @@ class Gathered:
 
 @pytest.mark.parametrize("batch_nbytes", [1, "128 MiB"])
 def test_the_report_counts_groups(batch_nbytes: int | str) -> None:
-    model = seeded(Model)
+    model = seeded(made)
     gathered = Gathered({name: 8 * parameter.numel() for name, parameter in model.named_parameters()})
     collectives = {"name": "fake", "world_size": 2}
     settings = {"split_root": False, "batch_nbytes": batch_nbytes, "listeners": [gathered]}

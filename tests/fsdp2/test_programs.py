@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import titan
 import torch
 import torch.distributed as dist
+import torch_pipeline
 from fsdp2_models import TENSOR_PARALLEL, Mlps, alike, unedited, wholes, without_trainers
 from processes import KeptRanks
 from safetensors.torch import load_file
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 from torchrun import launched
-
-
-@pytest.mark.parametrize(
-    ("program", "args"),
-    [
-        # Torch's own compiler of backwards fails over sequence parallel norms (torch 2.13).
-        pytest.param(titan.llama, ({"shard": 2, "tensor": 2}, "eager"), marks=pytest.mark.nightly),
-        pytest.param(titan.llama, ({"replicate": 2, "shard": 2}, "aot_eager"), marks=pytest.mark.nightly),
-        pytest.param(titan.mixture, (2,), marks=pytest.mark.nightly),
-    ],
-    ids=["llama_tensor_parallel", "llama_replicated", "mixture"],
-)
-def test_torchtitan(ranks: KeptRanks, tmp_path: Path, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    ranks.run(4, unedited, program, tmp_path, *args)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +27,7 @@ def test_torchtitan(ranks: KeptRanks, tmp_path: Path, program: Callable[..., Any
     ],
 )
 def test_pipelines(ranks: KeptRanks, schedule: str, each: int) -> None:
-    ranks.run(4, unedited, titan.pipeline, schedule, each)
+    ranks.run(4, unedited, torch_pipeline.pipeline, schedule, each)
 
 
 def _hub_models(folder: Path) -> None:
@@ -86,7 +71,7 @@ def _by_plan(folder: str, saved: Path, sizes: dict[str, dict[str, int]]) -> Any:
             words = torch.randint(0, 32, (2, 6), generator=random)
             loss = model(words, labels=words).loss
             loss.backward()
-            told += [loss.item(), titan.clip(list(model.parameters()))]
+            told += [loss.item(), torch_pipeline.clip(list(model.parameters()))]
             optimizer.step()
             optimizer.zero_grad()
         model.save_pretrained(f"{saved}/{name}")

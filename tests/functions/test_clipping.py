@@ -91,12 +91,7 @@ def test_clipping_by_torch_is_that_of_the_whole_model(
 
 
 @pytest.mark.parametrize(
-    "chosen",
-    [
-        ["last.bias"],
-        ["first.bias", "last.weight"],
-        ["blocks.1.up.bias", "blocks.0.down.weight", "last.bias"],
-    ],
+    "chosen", [["last.bias"], ["first.bias", "last.weight"], ["blocks.1.up.bias", "blocks.0.down.weight", "last.bias"]]
 )
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_of_some_parameters_it_is_their_norm_also_where_a_rank_holds_none_of_them(

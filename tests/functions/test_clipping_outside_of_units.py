@@ -8,7 +8,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import draw, local, on_ranks, one_by_one, root_of, seeded, threaded
+from parity import chain, draw, local, on_ranks, one_by_one, root_of, seeded, threaded
 from polyshard.errors import ConfigError, RankMismatchError
 from polyshard.interfaces import ReduceOp
 from polyshard_backends.threaded import ThreadedWorld
@@ -25,17 +25,9 @@ STRATEGIES = [
 ]
 
 
-class Experts(nn.Module):
+def experts() -> Any:
     """A dense layer, and one that the user looks after."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = nn.Linear(3, 5)
-        self.expert = nn.Linear(5, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.expert(torch.tanh(self.dense(x)))
-        return y
+    return chain(dense=nn.Linear(3, 5), tanh=nn.Tanh(), expert=nn.Linear(5, 2))
 
 
 def backward(model: nn.Module, rank: int) -> None:
@@ -44,7 +36,7 @@ def backward(model: nn.Module, rank: int) -> None:
 
 def averaged(world_size: int) -> nn.Module:
     """The unsharded model with the mean gradient of ``world_size`` ranks."""
-    copies = [seeded(Experts) for _ in range(world_size)]
+    copies = [seeded(experts) for _ in range(world_size)]
     for rank, each in enumerate(copies):
         backward(each, rank)
     for same in zip(*(each.parameters() for each in copies), strict=True):
@@ -53,7 +45,7 @@ def averaged(world_size: int) -> nn.Module:
 
 
 def sharded(rank: int, world: ThreadedWorld, **settings: Any) -> nn.Module:
-    model = seeded(Experts)
+    model = seeded(experts)
     polyshard.shard(model, threaded(world, rank, **settings), ignored_modules=[model.expert])  # type: ignore[list-item]
     backward(model, rank)
     return model
@@ -133,7 +125,7 @@ def test_a_rank_without_a_gradient_is_told_apart() -> None:
 
 def test_frozen_parameters_outside_of_units_are_no_business_of_the_norm() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
-        model = seeded(Experts)
+        model = seeded(experts)
         model.expert.requires_grad_(False)  # type: ignore[union-attr,operator]
         if rank == 1:
             # A rank may have another one.
@@ -170,7 +162,7 @@ def test_the_hook_that_the_documentation_gives_averages() -> None:
     norm = torch.cat([p.grad.flatten() for p in wanted.parameters() if p.grad is not None]).norm()
 
     def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
-        model: Any = seeded(Experts)
+        model: Any = seeded(experts)
 
         def average(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
@@ -190,7 +182,7 @@ def test_the_hook_that_the_documentation_gives_averages() -> None:
 @one_by_one("world_size, settings", STRATEGIES, "order", [2.0, math.inf])
 def test_what_each_rank_owns_counts_for_all(world_size: int, settings: dict[str, Any], order: float) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        model: Any = seeded(Experts)
+        model: Any = seeded(experts)
         own = dict.fromkeys(model.expert.parameters(), "local")
         polyshard.shard(model, threaded(world, rank, **settings), ignored_parameters=own)
         backward(model, rank)
@@ -207,7 +199,7 @@ def test_what_each_rank_owns_counts_for_all(world_size: int, settings: dict[str,
 
 
 def test_another_word_about_what_is_ignored_is_refused() -> None:
-    model = seeded(Experts)
+    model = seeded(experts)
     with pytest.raises(ConfigError, match=r"ignored_parameters says 'mine' of a parameter of shape \(5, 3\)"):
         polyshard.shard(
             model, polyshard.ShardConfig(collectives="fake"), ignored_parameters={next(model.parameters()): "mine"}

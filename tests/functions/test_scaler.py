@@ -261,18 +261,6 @@ def test_what_is_not_sharded_scales_by_itself() -> None:
         scaler.step(optimizer)
 
 
-def _on_process(rank: int) -> tuple[list[float], torch.Tensor]:
-    return train(polyshard.shard(Slope(), polyshard.ShardConfig()), rank, 4, fused, False)
-
-
-@pytest.mark.slow
-def test_on_processes() -> None:
-    wanted, weights = reference(2, 4, fused, False)
-    for scales, got in run_processes(2, _on_process):
-        assert scales == wanted
-        torch.testing.assert_close(got, weights, rtol=1e-6, atol=0)
-
-
 def microbatch(turn: int, part: int, rank: int) -> torch.Tensor:
     """One element is steep on one rank in one microbatch: 2 ** 15 / 4 times as much is infinite in fp16.
 

@@ -13,7 +13,7 @@ import polyshard
 import polyshard_huggingface
 import pytest
 import torch
-from parity import one_core, seed_all, sharded_copy
+from parity import chain, one_core, seed_all, sharded_copy
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -182,22 +182,11 @@ def test_adapters_that_no_layer_has_are_refused(peft: ModuleType) -> None:
     ThreadedWorld(2).run(on_rank)
 
 
-class Halves(nn.Module):
-    """Of which files have one matrix, and its second half turned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.right(self.left(x))
-        return found
-
-
 def test_tensors_that_are_joined_wait_for_all_of_their_parts() -> None:
     from transformers.core_model_loading import Chunk, WeightConverter
 
-    plain = Halves()
+    # Files have one matrix of both, and its second half turned.
+    plain = chain(left=nn.Linear(4, 4, bias=False), right=nn.Linear(4, 4, bias=False))
     convert = [WeightConverter("both", ["left.weight", "right.weight"], operations=[Chunk(dim=0)])]
 
     def on_rank(rank: int, world: ThreadedWorld) -> Values:

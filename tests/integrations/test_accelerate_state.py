@@ -216,10 +216,7 @@ def fill_folders(rank: int, folder: Path) -> None:
         with polyshard.unsharded(model, writeback=True):
             nn.init.constant_(model.last.bias, value)
         accelerator.save_state()
-    assert sorted(path.name for path in (folder / "run" / "checkpoints").iterdir()) == [
-        "checkpoint_1",
-        "checkpoint_2",
-    ]
+    assert sorted(path.name for path in (folder / "run" / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
     nn.init.zeros_(model.last.bias)
     accelerator.load_state()
     assert whole(model)["last.bias"].tolist() == [2.0, 2.0]
@@ -335,11 +332,7 @@ def refuse_folders(rank: int, folder: Path) -> None:
     forget()
 
     wrong: list[tuple[list[nn.Module], bool, str]] = [
-        (
-            [seeded(Wider)],
-            True,
-            r"'first\.weight' has shape \(5, 3\) in the checkpoint .*polyshard_0.* but \(6, 3\)",
-        ),
+        ([seeded(Wider)], True, r"'first\.weight' has shape \(5, 3\) in the checkpoint .*polyshard_0.* but \(6, 3\)"),
         ([seeded(Words)], True, r"polyshard_0.*'embedding\.weight'"),
         ([seeded(Net), seeded(Net)], True, r"holds 1 sharded models \(Net\), but 2 are prepared \(Net, Net\)"),
         ([seeded(Net)], False, r"optimizers \[0\] over model 0 .* prepared are \[\] over model 0"),

@@ -12,17 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning_ranks import (
-    BATCH,
-    CONFIG,
-    Pairs,
-    Regression,
-    built,
-    lightnings_warnings,
-    loader,
-    on_ranks,
-    trainer,
-)
+from lightning_ranks import BATCH, CONFIG, Pairs, Regression, built, lightnings_warnings, loader, on_ranks, trainer
 from parity import Block
 from polyshard import ShardConfig, checkpoint
 from polyshard.errors import ConfigError, UnsupportedError

@@ -12,15 +12,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from lightning_ranks import (
-    BATCH,
-    CONFIG,
-    Pairs,
-    Regression,
-    lightnings_warnings,
-    on_ranks,
-    trainer,
-)
+from lightning_ranks import BATCH, CONFIG, Pairs, Regression, lightnings_warnings, on_ranks, trainer
 from polyshard.errors import ConfigError
 from polyshard_lightning import PolyshardStrategy, PreemptionCallback
 from torch.utils.data import DistributedSampler

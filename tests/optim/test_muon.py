@@ -11,30 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2_models import OURS, Mlps, as_whole, parallel
-from matrices import (
-    TURNS,
-    Cell,
-    FormulaMuon,
-    Zoo,
-    distance,
-    exact,
-    most_apart,
-    reference_zoo,
-    together,
-    train_zoo,
-    whole_parameters,
-    zoo_step,
-)
-from parity import MakeOptimizer, draw, seeded, units_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matrices import Cell, FormulaMuon, Zoo, distance, exact, most_apart, reference_zoo, together, train_zoo, zoo_step
+from parity import Block, MakeOptimizer, chain, draw, fake, local, seeded, units_of
 from polyshard.errors import CollectiveError
 from polyshard.optim import Muon, for_matrices
+from polyshard.optim.plan import owners_of
+from polyshard_backends.fake import FakeCall
 from processes import KeptRanks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import Shard
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"]
@@ -135,34 +122,6 @@ def sharded(settings: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> nn.Mod
     return polyshard.shard(seeded(Zoo), config)
 
 
-def train(rank: int, settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    model = sharded(settings)
-    optimizer = exact(model)
-    for turn in range(TURNS):
-        zoo_step(model, turn, rank)
-        optimizer.step()
-        optimizer.zero_grad()
-    whole = whole_parameters(model)
-    polyshard.close(model)
-    return whole
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"strategy": "shard_grad_op"},
-        {"strategy": "hybrid_shard", "shard_size": 1},
-        {"offload": "cpu"},
-    ],
-    ids=str,
-)
-def test_steps_over_processes_equal_the_formula(settings: dict[str, Any]) -> None:
-    expected = reference_zoo(2, exact)
-    for trained in RANKS.run(2, train, settings):
-        assert most_apart(trained, expected) < 1e-11
-
-
 def beside_the_formula(rank: int, mesh: tuple[int, ...], columns: bool) -> None:
     """``fully_shard``'s ways to cut, and the momentum as torch gathers and loads it."""
     place = {"shard_placement_fn": lambda each: Shard(1) if each.ndim > 1 else None} if columns else {}
@@ -194,11 +153,7 @@ def beside_the_formula(rank: int, mesh: tuple[int, ...], columns: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "mesh", "columns"),
-    [
-        (3, (3,), False),
-        (4, (4,), True),
-        (4, (0, 2, 2), True),
-    ],
+    [(3, (3,), False), (4, (4,), True), (4, (0, 2, 2), True)],
     ids=["uneven rows", "columns", "columns of parts"],
 )
 def test_momentum_is_a_dtensor_for_torchs_state_dicts(ranks: int, mesh: tuple[int, ...], columns: bool) -> None:
@@ -228,3 +183,89 @@ def failing(rank: int, timeout_s: float) -> str:
 @pytest.mark.slow
 def test_ranks_wait_for_one_that_raised_until_the_timeout() -> None:
     assert RANKS.run(2, failing, 3.0, timeout=20.0) == ["CollectiveTimeoutError", "ArithmeticError"]
+
+
+# Who orthogonalises what, and what travels for it: balance, rounds, and bytes counted by collectives that record.
+
+
+def loads_of(works: list[int], owners: list[int], count: int) -> list[int]:
+    loads = [0] * count
+    for work, owner in zip(works, owners, strict=True):
+        loads[owner] += work
+    return loads
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 3))
+def test_the_longest_load_is_near_the_least_possible(works: list[int], count: int) -> None:
+    longest = max(loads_of(works, owners_of(works, count), count))
+    least = min(
+        max(loads_of(works, list(owners), count)) for owners in itertools.product(range(count), repeat=len(works))
+    )
+    assert longest * 3 * count <= least * (4 * count - 1)
+
+
+def wide() -> Any:
+    """Matrices of several shapes, some of one row fewer than ranks, some of an odd size."""
+    return chain(layers=nn.Sequential(*(Block(16, 40) for _ in range(6))), odd=nn.Linear(16, 63, bias=False))
+
+
+def step_of(
+    rank: int, world_size: int, dtype: torch.dtype, **settings: Any
+) -> tuple[list[FakeCall], list[tuple[int, int]]]:
+    """What one rank issued in the second optimizer step, and of each matrix the elements: of all, and of its piece."""
+    collectives = fake(rank, world_size)
+    model = polyshard.shard(
+        seeded(wide).float(), polyshard.ShardConfig(collectives=collectives, policy=units_of(Block), **settings)
+    )
+    matrices = for_matrices(model).matrices
+    muon = Muon(matrices, dtype=dtype)
+    x = torch.randn(4, 16)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        collectives.calls.clear()
+        muon.step()
+        model.zero_grad()
+    return list(collectives.calls), [(each.numel(), local(each).numel()) for each in matrices]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    [(2, torch.bfloat16), (8, torch.float32), pytest.param(64, torch.bfloat16, marks=pytest.mark.nightly)],
+    ids=str,
+)
+def test_an_element_of_a_matrix_travels_to_its_owner_and_back(world_size: int, dtype: torch.dtype) -> None:
+    sent, pieces = 0, []
+    for rank in range(world_size):
+        calls, sizes = step_of(rank, world_size, dtype)
+        assert {call.operation for call in calls} == {"all_to_all"}
+        assert {call.dtype for call in calls} == {dtype}
+        sent += sum(call.sent_nbytes for call in calls)
+        pieces.append(sizes)
+    numel = sum(whole for whole, _ in pieces[0])
+    # At best every owner is who has most of it already.
+    spared = sum(max(piece for _, piece in of_ranks) for of_ranks in zip(*pieces, strict=True))
+    # Over all ranks: at most 4 bytes an element and step in bf16.
+    assert 2 * dtype.itemsize * (numel - spared) <= sent <= 2 * dtype.itemsize * numel
+
+
+def test_unsharded_matrices_are_orthogonalised_once_and_gathered() -> None:
+    calls, _ = step_of(0, 4, torch.bfloat16, strategy="no_shard")
+    assert {call.operation for call in calls} == {"all_gather"}
+
+
+def test_the_record_of_a_step_of_every_kind_of_matrix() -> None:
+    """The same count as above, of matrices of one row, of one column, tied and without a gradient."""
+    sent = 0
+    for rank in range(4):
+        collectives = fake(rank, 4)
+        model = polyshard.shard(seeded(Zoo), polyshard.ShardConfig(collectives=collectives, policy=units_of(Cell)))
+        matrices = for_matrices(model).matrices
+        zoo_step(model, 0, rank)
+        collectives.calls.clear()
+        Muon(matrices).step()
+        sent += sum(call.sent_nbytes for call in collectives.calls)
+        numel = sum(parameter.numel() for parameter in matrices)
+    assert 0 < sent <= 4 * numel

@@ -37,25 +37,23 @@ class Kind:
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit as launches see it, on all ranks alike but for ``local``."""
+    """A unit as launches see it, on all ranks alike."""
 
     name: str
     kind: Kind
     numel: int
-    local: tuple[int, ...]
-    """Elements of this rank's part, by rank: uneven, and none at all on some."""
     kept: bool
     """Whether it stays gathered between forward and backward."""
 
 
 class Module:
-    """A module state on one rank, planned by ``sizes``: elements of its units."""
+    """A module state on one rank."""
 
     is_split = False
 
-    def __init__(self, units: Sequence[Unit], sizes: dict[Unit, int]) -> None:
+    def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
-        self.launch_nbytes = sum(sizes[unit] * unit.kind.itemsize for unit in units)
+        self.launch_nbytes = sum(unit.numel * unit.kind.itemsize for unit in units)
 
 
 class Mesh:
@@ -108,10 +106,7 @@ def random_model(seed: int) -> Model:
 
     def unit(name: str) -> Unit:
         kind = draw.choice(kinds)
-        # Ranks of one part have one number of elements; that of the largest part is the same on all ranks.
-        owners = [mesh.ranks(rank, (*kind.shard, *kind.replicate)) for rank in range(len(mesh.places))]
-        parts = {each: draw.choice((0, draw.randint(1, largest))) for each in dict.fromkeys(owners)}
-        return Unit(name, kind, max(parts.values()), tuple(parts[each] for each in owners), draw.random() < 0.2)
+        return Unit(name, kind, draw.choice((0, draw.randint(1, largest))), draw.random() < 0.2)
 
     modules = tuple(
         tuple(unit(f"{index}.{which}") for which in range(draw.choice((1, 1, 2, 3))))
@@ -120,12 +115,11 @@ def random_model(seed: int) -> Model:
     return Model(mesh, modules, (draw.randint(0, 2), draw.randint(0, 2)), draw.choice((0, 2000, 20000, 200000)))
 
 
-def launches_of(model: Model, rank: int, *, by_local_sizes: bool = False) -> list[Launch]:
+def launches_of(model: Model, rank: int) -> list[Launch]:
     """What ``rank`` issues in two steps: one that records the order, and one that follows it."""
     issued: list[Launch] = []
     units = [unit for each in model.modules for unit in each]
-    sizes = {unit: unit.local[rank] if by_local_sizes else unit.numel for unit in units}
-    modules = [Module(each, sizes) for each in model.modules]
+    modules = [Module(each) for each in model.modules]
     order: ExecutionOrder[Module] = ExecutionOrder(*model.ahead, model.limit)
     buckets: Buckets[Unit] = Buckets(model.limit)
     mesh = model.mesh
@@ -161,7 +155,7 @@ def launches_of(model: Model, rank: int, *, by_local_sizes: bool = False) -> lis
             gathered.difference_update(module.units)
             for same in alike(module.units, [unit.kind for unit in module.units]):
                 kind = same[0].kind
-                nbytes = [sizes[unit] * kind.itemsize for unit in same]
+                nbytes = [unit.numel * kind.itemsize for unit in same]
                 mode = buckets.mode_of_module(nbytes, len(groups[kind][0]) > 1)
                 for bucket in buckets.put(kind, same, sum(nbytes), mode):
                     reduce(bucket.members)
@@ -171,11 +165,11 @@ def launches_of(model: Model, rank: int, *, by_local_sizes: bool = False) -> lis
     return issued
 
 
-def disagreement(model: Model, **how: bool) -> str:
+def disagreement(model: Model) -> str:
     """Two ranks that come to communications of two groups, or of one, in different orders; empty where none do."""
     first: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, list[Launch]]] = {}
     for rank in range(len(model.mesh.places)):
-        issued = launches_of(model, rank, **how)
+        issued = launches_of(model, rank)
         for pair in combinations_with_replacement(sorted({launch.ranks for launch in issued}), 2):
             mine = [launch for launch in issued if launch.ranks in pair]
             other, theirs = first.setdefault(pair, (rank, mine))
@@ -192,12 +186,6 @@ def test_all_ranks_that_share_groups_launch_in_one_order() -> None:
         assert disagreement(model) == "", f"seed {seed}, mesh {model.mesh.shape}"
         overlapping += len({launch.ranks for launch in launches_of(model, 0)}) > 1
     assert overlapping > 40
-
-
-@pytest.mark.slow
-def test_by_the_bytes_of_each_rank_they_would_not() -> None:
-    broken = [seed for seed in range(MESHES) if disagreement(random_model(seed), by_local_sizes=True)]
-    assert len(broken) >= 5
 
 
 def reductions(kinds: str, nbytes: int, limit: int) -> list[str]:

@@ -190,28 +190,6 @@ def test_groups_of_thousands_of_ranks_take_no_time() -> None:
         assert (len(experts.shard), experts.data_ranks, model.data_ranks) == (256, 128, 4096)
 
 
-class CountedRanks(list[int]):
-    """Counts how many ranks were read, of all lists."""
-
-    read = 0
-
-    def __iter__(self) -> Iterator[int]:
-        for rank in super().__iter__():
-            CountedRanks.read += 1
-            yield rank
-
-
-def test_the_ranks_of_all_units_are_found_in_one_pass() -> None:
-    number = 4096
-    shard, replicate = [CountedRanks(range(number))], [CountedRanks([rank]) for rank in range(number)]
-    lists = UnitLists(shard, replicate, shard)
-    CountedRanks.read = 0
-    assert {lists.of(7) for _ in range(100)} == {tuple(range(number))}
-    assert len(lists.whole.replicate[0]) == number
-    # Neither ranks times groups nor ranks times units.
-    assert CountedRanks.read < 10 * number
-
-
 def experts_model() -> nn.Module:
     """``0``: plain; ``1``: experts, each a module of two layers."""
     experts = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)])

@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 from parity import (
     Block,
     Net,
-    accumulating_step,
-    adam,
     assert_parity,
-    draw,
+    chain,
     local,
     mean_square,
     on_ranks,
@@ -160,15 +158,8 @@ class Adapted(nn.Module):
         return self.base(x) + self.adapter(x)
 
 
-class AdaptedNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Adapted(), Adapted()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def adapted() -> Any:
+    return chain(blocks=nn.Sequential(Adapted(), Adapted()))
 
 
 def test_one_module_with_a_unit_here_and_one_on_the_host() -> None:
@@ -176,14 +167,12 @@ def test_one_module_with_a_unit_here_and_one_on_the_host() -> None:
 
     def labels(rank: int, world: ThreadedWorld) -> tuple[str, ...]:
         # A frozen unit of 16 elements in fp64 takes 64 bytes of a rank, a trained one, the first of its module, 256.
-        model = sharded_copy(
-            seeded(AdaptedNet), rank, world, policy=units_of(Adapted), offload=partial(device_bytes=128)
-        )
+        model = sharded_copy(seeded(adapted), rank, world, policy=units_of(Adapted), offload=partial(device_bytes=128))
         return polyshard.report(model).parked
 
     assert on_ranks(2, labels) == [("blocks.0", "blocks.1")] * 2
     assert_parity(
-        seeded(AdaptedNet),
+        seeded(adapted),
         step,
         2,
         settings={"policy": units_of(Adapted)},
@@ -209,41 +198,6 @@ def test_a_model_without_values_is_parked_in_part() -> None:
 
 
 # --- training ---
-
-
-@pytest.mark.parametrize(
-    ("world_size", "settings"),
-    [
-        (3, {"strategy": "full_shard"}),
-        (2, {"strategy": "shard_grad_op"}),
-        (4, {"strategy": "hybrid_shard", "shard_size": 2}),
-    ],
-    ids=str,
-)
-def test_training_equals_the_unsharded_model(world_size: int, settings: dict[str, Any]) -> None:
-    assert_parity(
-        seeded(Net),
-        square_step,
-        world_size,
-        optimizer=adam,
-        settings={**BLOCKS, **settings},
-        wrap=each_with_its_own(units=["blocks.[02]"], inner="optimizer"),
-    )
-
-
-@pytest.mark.parametrize("inner", ["cpu", "optimizer"])
-def test_accumulation_with_and_without_no_sync_equals_the_unsharded_model(inner: str) -> None:
-    def reducing_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        losses = []
-        for part in range(2):
-            loss = model(draw(4, 3, turn=2 * turn + part, rank=rank)).square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
-
-    for step in (accumulating_step, reducing_step):
-        wrap = each_with_its_own(units=["(root)", "blocks.1"], inner=inner)
-        assert_parity(seeded(Net), step, 2, optimizer=adam, settings=BLOCKS, wrap=wrap)
 
 
 def test_units_that_stay_are_never_asked_for_and_kept_slices_cross_once() -> None:

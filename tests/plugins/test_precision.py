@@ -21,10 +21,7 @@ def context(name: str = "mixed") -> PluginContext:
 
 
 def unit(
-    name: str = "layers.0",
-    module_class: type[nn.Module] = nn.Linear,
-    master: torch.dtype = F32,
-    is_root: bool = False,
+    name: str = "layers.0", module_class: type[nn.Module] = nn.Linear, master: torch.dtype = F32, is_root: bool = False
 ) -> UnitSpec:
     return UnitSpec(
         name=name,
@@ -55,10 +52,7 @@ def test_none_keeps_each_parameters_own_dtype_and_casts_nothing(master: torch.dt
     assert caster.output_cast(unit(master=master)) is None
 
 
-@pytest.mark.parametrize(
-    ("factory", "compute"),
-    [(Fp32, F32), (Bf16, BF16), (Fp16, F16)],
-)
+@pytest.mark.parametrize(("factory", "compute"), [(Fp32, F32), (Bf16, BF16), (Fp16, F16)])
 @pytest.mark.parametrize("master", [BF16, F32, F64])
 def test_uniform_casters_reduce_in_fp32_and_give_gradients_in_the_master_dtype(
     factory: Any, compute: torch.dtype, master: torch.dtype
@@ -85,11 +79,7 @@ def test_only_dtypes_in_half_range_want_loss_scaling() -> None:
         ({"param": "bf16", "reduce": "fp32", "wire": "fp32"}, F32, UnitDtypes(BF16, F32, F32, F32)),
         ({"param": "fp16", "reduce": "bf16"}, F32, UnitDtypes(F16, BF16, BF16, F32)),
         ({"param": "fp16", "keep_low_precision_grads": True}, F32, UnitDtypes(F16, F16, F16, F16)),
-        (
-            {"param": "fp16", "reduce": "fp32", "keep_low_precision_grads": True},
-            BF16,
-            UnitDtypes(F16, F16, F32, BF16),
-        ),
+        ({"param": "fp16", "reduce": "fp32", "keep_low_precision_grads": True}, BF16, UnitDtypes(F16, F16, F32, BF16)),
         ({"param": torch.float16, "buffer": "bfloat16"}, F64, UnitDtypes(F16, F16, F16, F64, BF16)),
     ],
 )
@@ -98,13 +88,7 @@ def test_mixed_derives_what_is_left_out(options: dict[str, Any], master: torch.d
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("bf16", BF16),
-        ("BFloat16", BF16),
-        ("torch.bfloat16", BF16),
-        ("half", F16),
-    ],
+    ("name", "dtype"), [("bf16", BF16), ("BFloat16", BF16), ("torch.bfloat16", BF16), ("half", F16)]
 )
 def test_dtypes_have_several_names(name: str, dtype: torch.dtype) -> None:
     assert Mixed(context(), param=name).dtypes(unit()).compute == dtype

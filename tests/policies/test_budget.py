@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import warnings
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +18,6 @@ from polyshard_policies.budget import Budget, Link
 from polyshard_testing import PolicySuite
 from torch import nn
 
-ROOT = Path(__file__).parents[2]
 CONTEXT = PluginContext("budget", torch.device("cpu"))
 #: 12 µs and 450 GB/s: over two ranks, half of the time is latency at 12e-6 * 450e9 * 2 = 10.8 MB.
 LINK = {"latency_s": 12e-6, "bandwidth_bytes_per_s": 450e9}
@@ -357,20 +353,6 @@ def test_the_time_of_a_gather() -> None:
     for share in (0.1, 0.5, 0.9):
         assert link.share(link.least_nbytes(share, 4), 4) == pytest.approx(share)
     assert link.seconds(4_000_000, 1) == 0.0
-
-
-@pytest.mark.slow
-def test_the_page_has_the_table_of_this_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    try:
-        units = importlib.import_module("units")
-        page = (ROOT / "benchmarks" / "figures-parts.md").read_text(encoding="utf-8")
-        assert f"{units.BEGIN}\n\n{units.table()}\n\n{units.END}" in page
-    finally:
-        # Benchmarks import each other by plain names, which are not left to tests of others that do.
-        for name, module in list(sys.modules.items()):
-            if str(getattr(module, "__file__", "")).startswith(str(ROOT / "benchmarks")):
-                del sys.modules[name]
 
 
 # --- what is refused ---

@@ -115,13 +115,7 @@ def test_a_shared_module_is_chosen_once_and_the_root_never() -> None:
 
 @pytest.mark.parametrize(
     ("minimum", "expected"),
-    [
-        (0, ["0", "1", "2", "2.0", "2.1"]),
-        (30, ["0", "1", "2.0", "2.1"]),
-        (31, ["2"]),
-        (60, ["2"]),
-        (61, []),
-    ],
+    [(0, ["0", "1", "2", "2.0", "2.1"]), (30, ["0", "1", "2.0", "2.1"]), (31, ["2"]), (60, ["2"]), (61, [])],
 )
 def test_size_chooses_from_the_leaves_up(minimum: int, expected: list[str]) -> None:
     assert names(Size(CONTEXT, min_num_params=minimum), nested_linears()) == expected
@@ -431,7 +425,7 @@ def norms_unreduced(module: nn.Module) -> bool | dict[str, Any]:
             Lambda(CONTEXT, partial(size_based_auto_wrap_policy, min_num_params=1000)),
             {
                 "1": "torch.distributed.fsdp.wrap:size_based_auto_wrap_policy answered True for 1,200 parameters of "
-                "its own",
+                "its own"
             },
         ),
         (

@@ -30,12 +30,7 @@ def sharded(policy: Any = "never") -> polyshard.MemoryReport:
 
 
 #: The file of the metadata that is broken, what it holds (None: it is gone; a folder: "/"), and the words for it.
-UNNAMED = [
-    ("METADATA", None),
-    ("METADATA", b""),
-    ("METADATA", b"Name: \xff\xfe\nVersion: 1.0\n"),
-    ("METADATA", "/"),
-]
+UNNAMED = [("METADATA", None), ("METADATA", b""), ("METADATA", b"Name: \xff\xfe\nVersion: 1.0\n"), ("METADATA", "/")]
 UNREADABLE = [
     (b"[polyshard.policies]\nhalf = half_mod:Blocks\n\xff\xfe", "UnicodeDecodeError"),
     (b"[polyshard.policies]\nhalf = half_mod:Blocks\nhal", "TypeError"),

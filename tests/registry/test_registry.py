@@ -318,13 +318,7 @@ def test_fingerprint_of_an_object_has_no_package(context: PluginContext) -> None
 
 
 def test_listing_shows_where_a_plugin_comes_from(site: Path) -> None:
-    install(
-        site,
-        "acme-edit",
-        "3.1",
-        [(POLICIES, "edited", "acme_edited:Blocks")],
-        {"acme_edited": POLICY_SOURCE},
-    )
+    install(site, "acme-edit", "3.1", [(POLICIES, "edited", "acme_edited:Blocks")], {"acme_edited": POLICY_SOURCE})
     assert by_name(Group.POLICIES, "edited") == [
         Installed(
             group=Group.POLICIES,

@@ -55,15 +55,7 @@ def test_an_import_that_ends_the_process_is_a_broken_plugin(
     error = f"cannot be imported: {words}. Repair or reinstall acme-exits, or name another plugin."
     assert (records["leaves"]["state"], records["leaves"]["error"]) == ("broken", error)
     assert records["never"]["state"] == "ready"
-    refused(
-        Tower(),
-        silent(policy="leaves"),
-        errors.PluginLoadError,
-        "'leaves'",
-        "acme-exits 1.2",
-        words,
-        twin=Tower(),
-    )
+    refused(Tower(), silent(policy="leaves"), errors.PluginLoadError, "'leaves'", "acme-exits 1.2", words, twin=Tower())
 
 
 def test_a_factory_that_ends_the_process_is_an_error_by_name(site: Path) -> None:
@@ -238,10 +230,7 @@ def test_all_that_is_wrong_is_told_at_once(site: Path) -> None:
         ("acme_static", "    @staticmethod\n    def place(unit, shard): return shard"),
         ("acme_class", "    @classmethod\n    def place(cls, unit, shard): return shard"),
         ("acme_property", "    @property\n    def capabilities(self): return Base.capabilities"),
-        (
-            "acme_wraps",
-            "    import functools\n    @functools.wraps(print)\n    def place(self, *args): return args[1]",
-        ),
+        ("acme_wraps", "    import functools\n    @functools.wraps(print)\n    def place(self, *args): return args[1]"),
         ("acme_partial", "    import functools\n    place = functools.partialmethod(Base.place)"),
         ("acme_initless", "    def __init__(self, *args, **options): pass"),
     ],

@@ -1,12 +1,17 @@
-"""Forwards and backwards in every order and number, against the same calls on unsharded models."""
+"""Forwards and backwards in ways that ``test_random_programs.py`` does not draw, against unsharded models."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from parity import (
     Block,
     Net,
+    adam,
     assert_observed,
     assert_parity,
     draw,
@@ -15,43 +20,16 @@ from parity import (
     seeded,
     sharded_copy,
     square_step,
+    stepping,
     train_reference,
     units_of,
 )
 from polyshard.errors import StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 BLOCKS = {"policy": units_of(Block)}
-
-
-class Branches(nn.Module):
-    """Three heads on a trunk; a backward may reach any of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = Block(3)
-        self.heads = nn.ModuleList(Block(3) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        x = self.trunk(x)
-        return [head(x) for head in self.heads]
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_backwards_through_a_retained_graph(world_size: int, strategy: str) -> None:
-    """Of one output after the other, and of the last one twice."""
-
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-        losses = [output.square().mean() for output in model(x)]
-        for loss in [*losses, losses[-1]]:
-            loss.backward(retain_graph=True)
-        assert x.grad is not None
-        return [*(loss.detach() for loss in losses), x.grad]
-
-    assert_parity(seeded(Branches), step, world_size, settings={**BLOCKS, "strategy": strategy})
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
@@ -68,40 +46,6 @@ def test_gradients_of_parameters_with_a_graph_are_refused_and_the_model_goes_on(
         return square_step(mine, 0, rank)
 
     assert_observed(on_ranks(2, on_rank), train_reference(model, square_step, 2, turns=1))
-
-
-def test_a_parameter_on_a_branch_beside_the_input() -> None:
-    """Its gradient can come after all of those between output and input."""
-
-    class Beside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(5, 5)
-            self.table = nn.Parameter(torch.arange(15.0).reshape(3, 5) / 15)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.linear(x)
-            # Made before the input was touched, and long on its way.
-            branch = self.table.exp().sin().cumsum(0)
-            for _ in range(5):
-                branch = branch * 0.9
-            return y + branch.sum(0)
-
-    class Early(Beside):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            branch = self.table.exp().sin().cumsum(0).sum(0)
-            return self.linear(x) + branch
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(3, 5)
-            self.late, self.early = Beside(), Early()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.early(self.late(self.first(x)))
-
-    assert_parity(seeded(Root), settings={"policy": units_of(Beside, Early)})
 
 
 def test_a_cached_computation_on_parameters_outlives_the_unit_s_own_backward() -> None:
@@ -164,3 +108,73 @@ def test_autocast_around_forward_computes_in_bfloat16_with_float32_shards(strate
 
     # Ranks add float32 gradients in another order than the reference: a few units in the last place.
     assert_parity(seeded(Net).float(), step, world_size=2, settings={**BLOCKS, "strategy": strategy}, tolerance=1e-6)
+
+
+def test_selective_checkpointing() -> None:
+    def keeps_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        matmuls = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if operator in matmuls else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Selective(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            contexts = partial(create_selective_checkpoint_contexts, keeps_products)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            return self.last(x)
+
+    assert_parity(seeded(Selective), world_size=2, settings=BLOCKS)
+
+
+# Ranks of which one uses less of a forward than the others.
+
+
+@pytest.mark.parametrize("schedule", [{"batch_nbytes": 0, "forward_prefetch": 0, "backward_prefetch": 0}, {}])
+def test_blocks_called_without_the_root_of_which_one_rank_drops_one(schedule: dict[str, Any]) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        blocks: Any = model.blocks
+        x = draw(4, 5, turn=turn, rank=rank, requires_grad=True)
+        y = x
+        for index, block in enumerate(blocks):
+            dropped = rank == 1 and index == turn
+            y = y if dropped and block(y) is not None else block(y)
+        y.square().mean().backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    assert_parity(seeded(lambda: Net(4)), step, world_size=2, settings={**BLOCKS, **schedule})
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_all_that_is_trained_is_under_checkpoints_and_one_rank_drops_some_of_it(reentrant: bool) -> None:
+    """No parameter is in the graph that the backward is asked for, so it cannot tell that gradients add up."""
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(3) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, dropped: Sequence[int] = ()) -> torch.Tensor:
+            for index, block in enumerate(self.blocks):
+                y = checkpoint(block, x, use_reentrant=reentrant)
+                x = x if index in dropped else y
+            return x
+
+    step = stepping(lambda model, x, turn, rank: model(x, (turn,) if rank else ()).square().mean())
+    assert_parity(seeded(Bare), step, world_size=2, optimizer=adam, settings=BLOCKS)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_a_reentrant_checkpoint_whose_input_needs_a_gradient_on_one_rank_alone() -> None:
+    """As of frozen embeddings, where the samples of one rank alone have an image, whose projection is trained."""
+
+    class Projected(Net):
+        def forward(self, x: torch.Tensor, projects: bool) -> torch.Tensor:
+            y = self.first(x)
+            y = y if projects else y.detach()
+            for block in self.blocks:
+                y = checkpoint(block, y, use_reentrant=True)
+            return self.last(y)
+
+    step = stepping(lambda model, x, turn, rank: model(x, rank != turn % 2).square().mean(), grad=False)
+    assert_parity(seeded(Projected), step, world_size=2, turns=2, optimizer=adam, settings=BLOCKS)

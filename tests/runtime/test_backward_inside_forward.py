@@ -28,7 +28,6 @@ from parity import (
 from polyshard.errors import StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 BLOCKS = units_of(Block)
 
@@ -63,18 +62,6 @@ class Uneven(OwnAlone):
         return own if x.shape[0] == 4 else all_of_it
 
 
-class Recomputed(OwnAlone):
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = checkpoint(super().loss, x, use_reentrant=False)
-        return loss
-
-
-class Reentrant(OwnAlone):
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = checkpoint(super().loss, x.clone().requires_grad_(), use_reentrant=True)
-        return loss
-
-
 class Penalised(OwnAlone):
     """A gradient penalty: the loss holds the gradient of its inputs."""
 
@@ -85,21 +72,6 @@ class Penalised(OwnAlone):
         return value + slope.square().sum()
 
 
-class Greedy(Block):
-    """A block with a loss of its own, which nothing else is differentiated with."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x.detach())
-        y.square().mean().backward()
-        return y.detach()
-
-
-class Layerwise(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Greedy() for _ in range(3))
-
-
 def call(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
     output = model(draw(4 + rank, 3, turn=turn, rank=rank))
     if output.requires_grad:
@@ -107,28 +79,12 @@ def call(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
     return [output.detach()]
 
 
-STRATEGIES, MAKERS = ["full_shard", "shard_grad_op", "no_shard"], [OwnAlone, Uneven, Recomputed, Reentrant, Penalised]
+STRATEGIES, MAKERS = ["full_shard", "shard_grad_op", "no_shard"], [OwnAlone, Uneven, Penalised]
 
 
 @one_by_one("strategy", STRATEGIES, "policy", [BLOCKS, "never"], "make", MAKERS)
 def test_a_forward_that_computes_its_own_gradients(make: type[nn.Module], policy: Any, strategy: str) -> None:
     assert_parity(seeded(make), call, 2, turns=2, settings={"policy": policy, "strategy": strategy})
-
-
-@pytest.mark.parametrize(("make", "policy"), [(OwnAlone, BLOCKS), (Inside, "never")])
-def test_gradients_of_inputs_come_with_those_of_parameters(make: type[nn.Module], policy: Any) -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        x = draw(4, 3, turn=turn, rank=rank, requires_grad=True)
-        output = model(x)
-        assert x.grad is not None
-        return [output, x.grad.clone()]
-
-    assert_parity(seeded(make), step, 2, turns=2, settings={"policy": policy})
-
-
-@pytest.mark.parametrize("policy", [units_of(Greedy), "never", "always"], ids=["blocks", "whole", "always"])
-def test_blocks_with_losses_of_their_own(policy: Any) -> None:
-    assert_parity(seeded(Layerwise), call, 3, settings={"policy": policy})
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -143,14 +99,6 @@ def test_a_method_that_makes_a_step(world_size: int) -> None:
         return [loss]
 
     assert_parity(seeded(OwnAlone), step, world_size, settings={"policy": BLOCKS}, wrap=wrap)
-
-
-def test_a_backward_inside_and_one_behind_add_up() -> None:
-    class Both(OwnAlone):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Net.forward(self, x) * super().forward(x)
-
-    assert_parity(seeded(Both), call, 2, settings={"policy": BLOCKS})
 
 
 class Judged(Net):

@@ -8,22 +8,10 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import (
-    Block,
-    Net,
-    draw,
-    fake,
-    on_ranks,
-    root_of,
-    seeded,
-    sharded_copy,
-    square_step,
-    units_of,
-)
-from polyshard.interfaces import Collectives, Observer, PluginContext, UnitEvent, UnitOperation, UnitSpec, Work
-from polyshard.planning.groups import UnitRanks
+from parity import Block, Net, draw, fake, on_ranks, root_of, seeded, sharded_copy, square_step, units_of
+from polyshard.interfaces import Observer, PluginContext, UnitEvent, UnitOperation, UnitSpec, Work
 from polyshard_backends.fake import FakeCollectives
-from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
+from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
 BLOCKS = {"policy": units_of(Block)}
@@ -78,53 +66,6 @@ def test_the_report_says_how_many_launches_there_are_and_why() -> None:
         square_step(model, 0, 0)
         assert polyshard.report(model).reasons["batch_nbytes"].startswith(after)
         assert "collectives" not in polyshard.report(model).reasons
-
-
-def test_blocks_of_two_groups_in_turns_are_gathered_by_one_communication_a_group() -> None:
-    collectives = fake()
-    other = collectives.partition([[0, 1, 2, 3]])
-    model = polyshard.shard(
-        seeded(lambda: Net(8)), polyshard.ShardConfig(collectives=collectives, batch_nbytes=pairs(4, 4), **BLOCKS)
-    )
-    for unit in root_of(model).units[2::2]:
-        unit.use_ranks(UnitRanks.over(unit.ranks.world, other, None))
-    square_step(model, 0, 0)
-    for each in (collectives, other):
-        each.batches.clear()
-    square_step(model, 1, 0)
-    # Two batches of four, in forward and in backward: two blocks of each group in each.
-    assert list(other.batches) == [2 * OF_A_BLOCK] * 4
-    assert list(collectives.batches) == [OF_THE_ROOT, *other.batches]
-
-
-def test_each_group_hears_of_its_own_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[tuple[Collectives, str]] = []
-    announce = ThreadedCollectives.announce
-
-    def note(self: ThreadedCollectives, operation: str) -> None:
-        if self.rank == 0 and operation.startswith("all_gather of blocks"):
-            heard.append((self, operation))
-        announce(self, operation)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> Collectives:
-        model = sharded_copy(seeded(lambda: Net(4)), rank, world, **BLOCKS, batch_nbytes="16 MiB")
-        root = root_of(model)
-        other = root.collectives.partition([[0, 1]])
-        for unit in root.units[2::2]:
-            unit.use_ranks(UnitRanks.over(unit.ranks.world, other, None))
-        square_step(model, 0, rank)
-        if rank == 0:
-            heard.clear()
-        with torch.no_grad():
-            model(draw(4, 3))
-        return other
-
-    monkeypatch.setattr(ThreadedCollectives, "announce", note)
-    other = on_ranks(2, on_rank)[0]
-    assert [(group is other, operation) for group, operation in heard] == [
-        (False, "all_gather of blocks.0, blocks.2"),
-        (True, "all_gather of blocks.1, blocks.3"),
-    ]
 
 
 @pytest.mark.parametrize(

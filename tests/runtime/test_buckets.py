@@ -8,18 +8,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import (
-    Block,
-    Net,
-    fake,
-    on_ranks,
-    root_of,
-    seeded,
-    sharded_copy,
-    square_step,
-    units_of,
-    whole_of,
-)
+from parity import Block, Net, fake, on_ranks, root_of, seeded, sharded_copy, square_step, units_of, whole_of
 from polyshard.errors import CollectiveError
 from polyshard.interfaces import Collectives
 from polyshard.planning.groups import UnitRanks

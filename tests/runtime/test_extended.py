@@ -12,13 +12,7 @@ import pytest
 import torch
 from extended_models import IN, OUT, Layer, Net, Pair, Reference, Rounded
 from parity import on_ranks, seed_all, sharded_copy, threaded, units_of, warns_for
-from polyshard.errors import (
-    ConfigError,
-    ParameterChangedError,
-    ParameterError,
-    RankMismatchError,
-    UnsupportedError,
-)
+from polyshard.errors import ConfigError, ParameterChangedError, ParameterError, RankMismatchError, UnsupportedError
 from polyshard.optim import AveragedWeights
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_tools.forecast import ShapedBatches, plan

@@ -11,27 +11,9 @@ import polyshard
 import pytest
 import torch
 import torch.distributed as dist
-from parity import (
-    Block,
-    Net,
-    adam,
-    assert_all_close,
-    draw,
-    root_of,
-    seeded,
-    square_step,
-    train_reference,
-    units_of,
-    whole,
-)
+from parity import Block, Net, adam, assert_all_close, root_of, seeded, square_step, train_reference, units_of, whole
 from polyshard import ShardConfig
-from polyshard.errors import (
-    ParameterError,
-    PeerFailedError,
-    PluginNotFoundError,
-    PolyshardError,
-    RankMismatchError,
-)
+from polyshard.errors import ParameterError, PluginNotFoundError, PolyshardError, RankMismatchError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.gloo import GlooCollectives
 from processes import RankPool
@@ -175,24 +157,6 @@ def shard_with(rank: int, by_rank: list[dict[str, Any]]) -> tuple[type[BaseExcep
     return refused(seeded(Net), by_rank[rank])
 
 
-@pytest.mark.parametrize(
-    ("setting", "usual", "other", "words"),
-    [
-        ("precision", "none", "bf16", ("'none'", "'bf16'")),
-        ("strategy", "full_shard", "no_shard", ("full_shard", "no_shard")),
-        ("offload", "none", "cpu", ("'none'", "'cpu'")),
-        ("policy", "never", BLOCKS["policy"], ("'never'", "'module_class'")),
-    ],
-)
-def test_ranks_with_other_settings_are_told_before_anything_is_sent(
-    processes: RankPool, setting: str, usual: Any, other: Any, words: tuple[str, str]
-) -> None:
-    for kind, text in run(processes, shard_with, [{setting: usual}, {setting: other}, {setting: usual}]):
-        assert kind is RankMismatchError
-        assert all(word in text for word in words)
-        assert "[1]" in text or "rank 0" in text
-
-
 def test_a_plugin_that_one_rank_does_not_have_stops_all(processes: RankPool) -> None:
     ranks = run(processes, shard_with, [{}, {}, {"precision": "bf61"}])
     assert [kind for kind, _ in ranks] == [RankMismatchError, RankMismatchError, PluginNotFoundError]
@@ -227,78 +191,7 @@ def test_a_parameter_that_cannot_be_sharded_on_one_rank_stops_all(processes: Ran
     assert all("'odd' on rank 0" in text for _, text in ranks)
 
 
-class Branches(nn.Module):
-    """Runs the branches that it is told to run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(3, 3 + index) for index in range(3))
-
-    def forward(self, x: torch.Tensor, which: list[int]) -> list[torch.Tensor]:
-        return [self.branches[index](x) for index in which]
-
-
-def shard_branches() -> nn.Module:
-    return polyshard.shard(seeded(Branches), ShardConfig(timeout_s=TIMEOUT_S, policy=units_of(nn.Linear)))
-
-
-def run_other_branches(rank: int) -> str:
-    model = shard_branches()
-    with pytest.raises(RankMismatchError) as caught:
-        model(draw(2, 3), [0, 1 + rank % 2])
-    # Told once, they can go on.
-    sum(each.sum() for each in model(draw(2, 3), [0, 1])).backward()
-    assert root_of(model).gathered == ()
-    return str(caught.value)
-
-
-def test_ranks_that_run_other_modules_in_the_first_forward_are_all_told(processes: RankPool) -> None:
-    for text in run(processes, run_other_branches):
-        for rank, unit in enumerate(("branches.1", "branches.2", "branches.1")):
-            assert f"rank {rank}: all_gather of {unit} (24 elements" in text
-
-
 # Ranks that fail.
-
-
-class Failing(nn.Module):
-    """Raises in the forward of one rank."""
-
-    def __init__(self, fails: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.fails = fails
-        self.last = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        if self.fails:
-            raise ZeroDivisionError("in the user's own code")
-        return self.last(x)
-
-
-def fail_on_one(rank: int, first_step: bool) -> str:
-    torch.manual_seed(0)
-    model = Failing(False)
-    # A group in which an operation timed out is of no further use.
-    group = dist.new_group(list(range(RANKS)))
-    polyshard.shard(model, ShardConfig(collectives=group, timeout_s=2.0, policy=units_of(nn.Linear)))
-    if not first_step:
-        model(torch.ones(2, 3)).sum().backward()
-    model.fails = rank == 1
-    try:
-        model(torch.ones(2, 3)).sum().backward()
-    except Exception as error:
-        return type(error).__name__
-    return "nothing"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first_step", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_a_rank_that_raises_in_forward_leaves_no_other_waiting(processes: RankPool, first_step: bool) -> None:
-    first, failing, last = run(processes, fail_on_one, first_step)
-    assert failing == "ZeroDivisionError"
-    assert {first, last} == {PeerFailedError.__name__}
 
 
 def shard_late(rank: int) -> str:

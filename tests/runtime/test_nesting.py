@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import polyshard
@@ -16,6 +19,7 @@ from parity import (
     assert_observed,
     assert_parity,
     draw,
+    mean_square,
     on_ranks,
     one_by_one,
     root_of,
@@ -28,120 +32,14 @@ from parity import (
     units_of,
     warns_for,
 )
+from polyshard import ShardConfig
 from polyshard.errors import ConfigError, StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard"]
-
-
-@one_by_one("strategy", STRATEGIES, "depth", [1, 4])
-def test_a_module_that_calls_itself(strategy: str, depth: int) -> None:
-    class Recursive(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
-            x = torch.tanh(self.linear(x))
-            if depth:
-                x = self(x, depth - 1)
-            # The parameters are still needed on the way back up.
-            return self.linear(x) + x
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.recursive = Recursive()
-            self.last = nn.Linear(3, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.recursive(x, depth))
-
-    assert_parity(seeded(Root), settings={"policy": units_of(Recursive), "strategy": strategy})
-
-
-def test_an_outermost_module_that_calls_itself() -> None:
-    class Recursive(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block(3)
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
-            x = self.block(x)
-            if depth:
-                x = self(x, depth - 1)
-            return self.linear(x)
-
-    assert_parity(seeded(Recursive), settings={"policy": units_of(Block)})
-
-
-class Tied(nn.Module):
-    """Embedding and head share one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 5)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(5, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(self.embedding(tokens)))
-
-
-def tokens_step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-    tokens = (draw(2, 4, turn=turn, rank=rank) * 100).long() % 11
-    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    loss.backward()
-    return [loss.detach()]
-
-
-def test_tied_parameters_stay_tied_and_every_name_is_kept() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        mine = sharded_copy(seeded(Tied), rank, world, policy="always")
-        for _ in range(2):
-            assert mine.head.weight is mine.embedding.weight
-            tokens_step(mine, 0, rank)
-        names = [name for name, _ in mine.named_parameters(remove_duplicate=False)]
-        assert {"head.weight", "embedding.weight"} <= set(names)
-
-    on_ranks(2, on_rank)
-
-
-def test_a_parameter_shared_by_two_units_belongs_to_the_lowest_that_holds_both() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = Block(3), Block(3)
-            self.two.up.weight = self.one.up.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.two(self.one(x))
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(3, 3)
-            self.pair = Two()
-            self.other = Two()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.other(self.pair(self.first(x)))
-
-    assert_parity(seeded(Root), settings={"policy": units_of(Two, Block)}, optimizer=adam)
-    held: dict[str, tuple[str, ...]] = {}
-
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        mine = sharded_copy(seeded(Root), rank, world, policy=units_of(Two, Block))
-        if rank == 0:
-            held.update({unit.name: unit.spec.parameter_names for unit in root_of(mine).units})
-
-    on_ranks(2, on_rank)
-    assert held["pair"] == ("pair.one.up.weight",)
-    assert held["pair.one"] == ("pair.one.up.bias", "pair.one.down.weight")
-    assert held["pair.two"] == ("pair.two.up.bias", "pair.two.down.weight")
 
 
 @pytest.mark.parametrize("policy", [units_of(Block), "always", "never"])
@@ -180,16 +78,6 @@ def test_buffers_are_each_rank_s_own_and_follow_batch_statistics() -> None:
         expected = copy.deepcopy(model)
         square_step(expected, 0, rank)
         torch.testing.assert_close(buffers, dict(expected.named_buffers()), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_child_first_and_then_the_root_in_one_backward(strategy: str) -> None:
-    def loss_of(model: nn.Module, x: torch.Tensor, turn: int, rank: int) -> torch.Tensor:
-        extra = model.blocks[1](torch.cat([x, x[:, :2]], dim=1))
-        return model(x).square().mean() + extra.square().mean()
-
-    settings = {"policy": units_of(Block), "strategy": strategy}
-    assert_parity(seeded(Net), stepping(loss_of), settings=settings, optimizer=adam)
 
 
 class Generator(Net):
@@ -248,27 +136,6 @@ def test_registering_what_cannot_compute_is_refused() -> None:
     on_ranks(2, on_rank)
 
 
-def inside_out(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
-    for block in model.blocks:
-        polyshard.fully_shard(block, config)
-    return polyshard.fully_shard(model, config)
-
-
-def test_composing_makes_the_same_units_under_the_same_names() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        at_once = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
-        with world.lock:
-            mine = seeded(Net)
-        composed = inside_out(mine, threaded(world, rank))
-        described = [
-            [(unit.name, unit.spec.parameter_names, unit.spec.is_root, unit.layout) for unit in root_of(each).units]
-            for each in (at_once, composed)
-        ]
-        assert described[0] == described[1]
-
-    on_ranks(2, on_rank)
-
-
 def test_a_composed_block_may_be_used_before_it_joins_a_root() -> None:
     model = seeded(Net)
 
@@ -284,3 +151,190 @@ def test_a_composed_block_may_be_used_before_it_joins_a_root() -> None:
         return square_step(mine, 0, rank)
 
     assert_observed(on_ranks(2, on_rank), train_reference(model, square_step, 2, turns=1))
+
+
+# Copies of modules: of those inside of a unit with ``DTensor`` parameters, of whole ones plain, of sharded none.
+
+
+def saved(module: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def pickled(module: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(module))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("copies", [copy.deepcopy, pickled, saved])
+def test_a_module_inside_of_a_unit(copies: Callable[[nn.Module], Any], strategy: str) -> None:
+    source = seeded(Net)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        model = sharded_copy(source, rank, world, policy=units_of(Block), strategy=strategy)
+        for turn in range(2):
+            for name in ("last", "blocks.1.up"):
+                mine, copied = model.get_submodule(name), copies(model.get_submodule(name))
+                for key, parameter in mine.named_parameters():
+                    there: Any = copied.get_parameter(key)
+                    assert isinstance(there, DTensor)
+                    assert isinstance(there, nn.Parameter)
+                    assert torch.equal(there.full_tensor(), parameter.full_tensor())
+                    assert there.placements == parameter.placements
+                    assert torch.equal(there.to_local(), parameter.to_local())
+                    assert there.to_local().data_ptr() != parameter.to_local().data_ptr()
+            with pytest.raises(StateError, match=rf"A sharded module cannot be .*rank {rank}"):
+                copies(model.blocks)
+            square_step(model, turn, rank)
+            # Torch copies no DTensor with a gradient.
+            model.zero_grad()
+
+    on_ranks(2, on_rank)
+
+
+def test_what_is_whole_is_copied_as_a_plain_module() -> None:
+    x = draw(2, 3)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
+        with polyshard.unsharded(model):
+            copies = [copy.deepcopy(model.first), pickled(model.first)]
+        # A copy belongs to no sharded model.
+        copies += [copy.deepcopy(each) for each in copies]
+        return [each(x) for each in copies]
+
+    expected = seeded(Net).first(x)
+    for found in on_ranks(2, on_rank):
+        for each in found:
+            torch.testing.assert_close(each, expected)
+
+
+def test_a_module_without_parameters_and_a_parameter_are_copied_as_before() -> None:
+    model = polyshard.shard(
+        nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)), ShardConfig(collectives={"name": "fake", "world_size": 2})
+    )
+    assert copy.deepcopy(model[1]).p == 0.5
+    weight: Any = model[0].weight
+    assert torch.equal(copy.deepcopy(weight).to_local(), weight.to_local())
+
+
+# RNN modules, which keep a list of their weights beside ``_parameters``.
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.rnn = kind(4, 5, batch_first=True, **options)
+        width = options.get("proj_size") or 5
+        self.last = nn.Linear(width * (2 if options.get("bidirectional") else 1), 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output, state = self.rnn(self.first(x))
+        last = state[0] if isinstance(state, tuple) else state
+        return self.last(output) + last.mean()
+
+
+step = stepping(mean_square, 2, 6, 3)
+
+
+@one_by_one(
+    "kind, options",
+    [
+        (nn.LSTM, {}),
+        (nn.LSTM, {"num_layers": 2, "bidirectional": True}),
+        (nn.LSTM, {"proj_size": 3}),
+        (nn.GRU, {"num_layers": 2}),
+        (nn.GRU, {"bias": False}),
+        (nn.RNN, {}),
+    ],
+    "policy",
+    [units_of(nn.LSTM, nn.GRU, nn.RNN), "never"],
+)
+def test_recurrent_layers_as_units_and_inside_units(
+    kind: type[nn.RNNBase], options: dict[str, Any], policy: Any
+) -> None:
+    assert_parity(
+        seeded(lambda: Recurrent(kind, **options)),
+        step,
+        world_size=3,
+        turns=2,
+        optimizer=adam,
+        settings={"policy": policy},
+    )
+
+
+def test_packed_sequences_go_in_and_out_of_a_unit() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 4)
+            self.rnn = nn.GRU(4, 5, batch_first=True)
+            self.last = nn.Linear(5, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            packed = pack_padded_sequence(self.first(x), torch.tensor([6, 4]), batch_first=True)
+            output, _ = self.rnn(packed)
+            assert isinstance(output, PackedSequence)
+            return self.last(pad_packed_sequence(output, batch_first=True)[0])
+
+    assert_parity(seeded(Packed), step, settings={"policy": units_of(nn.GRU)})
+
+
+def test_a_recurrent_weight_replaced_between_steps_is_honoured() -> None:
+    model = seeded(lambda: Recurrent(nn.GRU))
+    new = draw(15, 5, turn=4)
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        mine = sharded_copy(model, rank, world, policy=units_of(nn.GRU))
+        mine(draw(2, 6, 3))
+        old: Any = mine.rnn.weight_hh_l0
+        value = distribute_tensor(new.clone(), old.device_mesh, old.placements, src_data_rank=None)
+        mine.rnn.weight_hh_l0 = nn.Parameter(value)
+        return mine(draw(2, 6, 3)).detach()
+
+    expected = copy.deepcopy(model)
+    with torch.no_grad():
+        expected.rnn.weight_hh_l0.copy_(new)
+    assert_all_close(on_ranks(2, on_rank), expected(draw(2, 6, 3)).detach())
+
+
+def test_an_lstm_from_the_meta_device_is_materialised() -> None:
+    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
+        with world.lock:
+            torch.manual_seed(5)
+            with torch.device("meta"):
+                mine = nn.Sequential(nn.Linear(3, 4), nn.LSTM(4, 5)).double()
+            collectives = {"name": "threaded", "world": world, "rank": rank}
+            config = polyshard.ShardConfig(collectives=collectives, policy=units_of(nn.LSTM), device="cpu")
+        polyshard.shard(mine, config)
+        assert not any(parameter.is_meta for parameter in mine.parameters())
+        with polyshard.unsharded(mine):
+            whole = copy.deepcopy([parameter.detach() for parameter in mine.parameters()])
+        return [*whole, mine(torch.ones(2, 1, 3, dtype=torch.float64))[0].detach()]
+
+    for *whole, output in on_ranks(2, on_rank):
+        plain = nn.Sequential(nn.Linear(3, 4), nn.LSTM(4, 5)).double()
+        with torch.no_grad():
+            for parameter, value in zip(plain.parameters(), whole, strict=True):
+                parameter.copy_(value)
+            expected = plain(torch.ones(2, 1, 3, dtype=torch.float64))[0]
+        assert float(expected.abs().max()) > 1e-3
+        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_lstm_does_not_take_its_gathered_weights_for_changed() -> None:
+    """Else it would move them into memory of its own on CUDA, where gathers do not reach."""
+
+    def on_rank(rank: int, world: ThreadedWorld) -> None:
+        mine = sharded_copy(seeded(lambda: Recurrent(nn.LSTM)), rank, world, policy=units_of(nn.LSTM))
+        moved: list[int] = []
+        lstm = mine.rnn
+        lstm.__dict__["flatten_parameters"] = lambda: moved.append(1)
+        for turn in range(2):
+            step(mine, turn, rank)
+        assert moved == []
+
+    on_ranks(2, on_rank)

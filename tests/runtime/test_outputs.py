@@ -14,17 +14,13 @@ from parity import (
     Block,
     Net,
     Words,
-    adam,
     assert_parity,
     draw,
-    is_sharded,
     local,
     mean_square,
     on_ranks,
-    root_of,
     seeded,
     sharded_copy,
-    square_step,
     stepping,
     units_of,
 )
@@ -327,23 +323,6 @@ def test_the_caller_may_change_a_returned_view_in_place() -> None:
     assert_parity(seeded(Root), step, settings={"policy": units_of(Viewing)})
 
 
-class InPlace(nn.Module):
-    def __init__(self, operation: str) -> None:
-        super().__init__()
-        self.operation = operation
-        self.linear = nn.Linear(5, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        getattr(x, self.operation)(*(() if self.operation == "relu_" else (2.0,)))
-        return self.linear(x)
-
-
-@pytest.mark.parametrize("operation", ["add_", "relu_", "mul_"])
-def test_the_first_operation_of_a_unit_may_be_in_place(operation: str) -> None:
-    make = seeded(lambda: nn.Sequential(nn.Linear(3, 5), InPlace(operation)))
-    assert_parity(make, settings={"policy": units_of(InPlace)})
-
-
 class Rescales(nn.Module):
     """Changes its inputs in place, one of them by a parameter."""
 
@@ -373,57 +352,6 @@ def test_the_caller_goes_on_with_what_a_unit_changed_in_place(strategy: str, use
             return y * y + z * y + (found if uses_output else found.detach())
 
     assert_parity(seeded(Root), settings={"policy": units_of(Rescales), "strategy": strategy})
-
-
-def test_the_caller_sees_what_a_unit_did_in_place_to_its_input() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> float:
-        mine = sharded_copy(seeded(lambda: InPlace("add_")), rank, world)
-        x = torch.zeros(2, 5, dtype=torch.float64)
-        with torch.no_grad():
-            mine(x)
-        return float(x.sum())
-
-    assert on_ranks(2, on_rank) == [20.0, 20.0]
-
-
-def test_an_output_that_needs_no_gradient_leaves_nothing_gathered_and_trains_on() -> None:
-    class Detached(Net):
-        detaches = True
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = super().forward(x)
-            return y.detach() if self.detaches else y
-
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        model.detaches = True
-        y = model(draw(4, 3, turn=turn, rank=rank))
-        assert not y.requires_grad
-        # Autograd dropped the graph: the root's output can start no backward.
-        assert not is_sharded(model) or "(root)" not in root_of(model).gathered
-        model.detaches = False
-        return [y, *square_step(model, turn, rank)]
-
-    assert_parity(seeded(Detached), step, settings=BLOCKS)
-
-
-class Queries(nn.Module):
-    """The root's own parameter is what the first unit computes on, and an argument of the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries = nn.Parameter(torch.linspace(-1, 1, 20).reshape(4, 5))
-        self.scale = nn.Parameter(torch.ones(5))
-        self.memory = nn.Linear(3, 5)
-        self.one, self.two = Block(), Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.one(self.queries)
-        return self.two(y * self.scale) + self.one(self.memory(x))
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_a_parameter_of_the_root_as_input_of_a_unit(strategy: str) -> None:
-    assert_parity(seeded(Queries), optimizer=adam, settings={**BLOCKS, "strategy": strategy})
 
 
 class SeesTheSame(nn.MultiheadAttention):

@@ -10,6 +10,7 @@ from parity import (
     adam,
     assert_all_close,
     assert_parity,
+    chain,
     on_ranks,
     seeded,
     train,
@@ -61,15 +62,6 @@ def test_composing_from_the_inside_out_splits_what_is_left() -> None:
 
 
 def test_a_part_inside_a_larger_model_goes_back_to_the_module_around_it() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Tailed("its weight")
-            self.last = nn.Linear(WORDS, 3)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.last(self.inner(tokens))
-
     def composed(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
         for block in model.inner.blocks:
             polyshard.fully_shard(block, config)
@@ -77,7 +69,8 @@ def test_a_part_inside_a_larger_model_goes_back_to_the_module_around_it() -> Non
         polyshard.fully_shard(model, config)
         return model
 
-    assert_parity(seeded(Outer), tailed_step, 2, wrap=composed)
+    outer = seeded(lambda: chain(inner=Tailed("its weight"), last=nn.Linear(WORDS, 3)))
+    assert_parity(outer, tailed_step, 2, wrap=composed)
 
 
 @pytest.mark.parametrize("use", ["its weight by name in a function", "its weight"])

@@ -9,20 +9,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import (
-    Block,
-    Net,
-    Words,
-    draw,
-    fake,
-    live_bytes,
-    on_ranks,
-    root_of,
-    seeded,
-    sgd,
-    sharded_copy,
-    units_of,
-)
+from parity import Block, Net, Words, draw, fake, live_bytes, on_ranks, root_of, seeded, sgd, sharded_copy, units_of
 from polyshard.errors import ConfigError
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld

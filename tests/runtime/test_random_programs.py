@@ -126,7 +126,10 @@ class Run:
             return self._wrapped(model, **settings)
         if front == "shard":
             policy: Any = units_of(Raising) if self.program.policy == "blocks" else self.program.policy
-            return polyshard.shard(model, threaded(self._world, self.rank, policy=policy, **settings))
+            polyshard.shard(model, threaded(self._world, self.rank, policy=policy, **settings))
+            # What was one parameter is one.
+            assert model.again.weight is model.first.weight
+            return model
         inner: Any = {"blocks": Raising, "always": (nn.Linear, Extra), "never": ()}[self.program.policy]
         held = [parameter for module in model.modules() for parameter in module._parameters.values()]
         # What modules share is the outermost one's.
@@ -198,7 +201,11 @@ class Run:
             x = draw(4, 3, turn=3 * index + number, rank=self.rank, requires_grad=step.differentiable)
             shown = [each.grad for each in self._optimized()]
             with self._waiting(turn, index, number):
+                if turn is Turn.CHILD:
+                    beside = cast("Any", self.model).blocks[1](torch.nn.functional.pad(x, (0, 2))).square().mean()
                 loss = self._output(step, number, x).square().mean()
+                if turn is Turn.CHILD:
+                    loss = loss + beside
                 losses.append(loss)
                 seen.append(loss.detach())
                 if turn is Turn.INSIDE:
@@ -206,6 +213,8 @@ class Run:
                 if turn is Turn.LOOK:
                     with torch.no_grad():
                         seen.append(self._output(step, number, x))
+                if turn is Turn.STUMBLE:
+                    self._raise_in(cast("Any", self.model).blocks[2].up, x)
                 if turn is Turn.RETAINED:
                     loss.backward(retain_graph=True)
                 elif turn is Turn.GRAD_FIRST or (turn is Turn.GRAD_ALONE and number == 0):
@@ -267,7 +276,7 @@ class Run:
                 reentrant = step.differentiable
                 output = activation_checkpoint(model, *given, use_reentrant=reentrant, preserve_rng_state=False)
             else:
-                output = model(*given, inside=step.turn is Turn.INSIDE)
+                output = model(*given, inside=step.turn is Turn.INSIDE, nested=step.turn is Turn.NESTED)
         return output
 
     def _agree(self, way: Way) -> None:
@@ -277,11 +286,20 @@ class Run:
             uses = [pair for each in way for pair in zip(each.blocks, each.uses[self.rank], strict=True)]
             polyshard.agree_on_use(model, {model.blocks[index]: use is not Use.PASS for index, use in uses})
 
+    def _plain(self, around: bool | None = None) -> Way:
+        """All blocks in their order, on all ranks."""
+        world_size = self.program.world_size
+        return (Segment((0, 1, 2, 3), ((Use.USE,) * 4,) * world_size, (False,) * world_size, around),)
+
+    def _raise_in(self, module: nn.Module, x: torch.Tensor) -> None:
+        handle = module.register_forward_hook(_fail)
+        with pytest.raises(ArithmeticError):
+            self.model(x, self._plain(), self.rank)
+        handle.remove()
+
     def _happens(self, event: Event, index: int) -> None:
         model: Any = self.model
-        plain = (
-            Segment((0, 1, 2, 3), ((Use.USE,) * 4,) * self.program.world_size, (False,) * self.program.world_size),
-        )
+        plain = self._plain()
         x = draw(2, 3, turn=100 + index, rank=self.rank)
         whole = self._whole(writeback=event is Event.WRITE)
         block = self._drawn.randrange(4)
@@ -314,14 +332,18 @@ class Run:
         elif event is Event.UNUSED:
             model(x, plain, self.rank)
         elif event is Event.RAISE:
-            handle = model.blocks[block].up.register_forward_hook(_fail)
-            with pytest.raises(ArithmeticError):
-                model(x, plain, self.rank)
-            handle.remove()
+            inside = (model.first, model.blocks[block], model.blocks[block].up, model.last)
+            self._raise_in(self._drawn.choice(inside), x)
         elif event is Event.FAIL:
-            handle = model.blocks[block].register_forward_hook(_fail_in_backward)
+            again = self._drawn.choice((None, False, True))
+            if again is None:
+                handle = model.blocks[block].register_forward_hook(_fail_in_backward)
+            loss = model(x, self._plain(again), self.rank).sum()
+            if again is not None:
+                # Its recomputation raises.
+                handle = model.blocks[block].up.register_forward_hook(_fail)
             with pytest.raises(ArithmeticError):
-                model(x, plain, self.rank).sum().backward()
+                loss.backward()
             handle.remove()
             # What it left in ``.grad`` is undefined, unsharded too.
             for optimizer in self.optimizer:

@@ -1,4 +1,4 @@
-"""Modules that some ranks leave out of a forward train as in a reference that averages what ranks have."""
+"""Wrong uses of ``agree_on_use`` and ``skip``, by name; right ones are drawn (``test_random_programs.py``)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, assert_parity, draw, is_sharded, on_ranks, seeded, sharded_copy, units_of
+from parity import Block, draw, is_sharded, on_ranks, seeded, sharded_copy, units_of
 from polyshard.errors import ConfigError, RankMismatchError, StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 class Tower(nn.Module):
@@ -34,27 +33,22 @@ class Tower(nn.Module):
 class VisionLanguage(nn.Module):
     """Text, and an image with it on some ranks. The tower stands behind the text: that is not the order of calls."""
 
-    def __init__(self, recomputes: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(3, 5)
         self.blocks = nn.ModuleList(Block(5, 7) for _ in range(3))
         self.vision = Tower()
         self.head = nn.Linear(5, 2)
-        self.recomputes = recomputes
 
     def forward(self, text: torch.Tensor, images: torch.Tensor | None) -> torch.Tensor:
         x = self.blocks[0](self.embed(text))
         if images is not None:
-            x = x + (checkpoint(self.vision, images, use_reentrant=False) if self.recomputes else self.vision(images))
+            x = x + self.vision(images)
         else:
             polyshard.skip(self.vision)
         for block in self.blocks[1:]:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            x = block(x)
         return self.head(x)
-
-
-#: By turn: the ranks that have images.
-TURNS = [{1}, {0}, set(), {2}, {0, 2}, {0, 1, 2}, {1}]
 
 
 def forward_of(model: nn.Module, turn: int, rank: int, having: set[int]) -> torch.Tensor:
@@ -62,73 +56,6 @@ def forward_of(model: nn.Module, turn: int, rank: int, having: set[int]) -> torc
         polyshard.agree_on_use(model, {model.vision: rank in having})
     images = draw(2, 4, rank=rank + 10 * turn) if rank in having else None
     return model(draw(2, 3, rank=rank + 10 * turn), images)
-
-
-def step_of(turns: list[set[int]]) -> Callable[[nn.Module, int, int], list[torch.Tensor]]:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        loss = forward_of(model, turn, rank, turns[turn]).square().mean()
-        loss.backward()
-        vision = [parameter.grad for parameter in model.vision.parameters()]
-        assert turns[turn] or vision == [None] * len(vision)
-        return [loss.detach()]
-
-    return step
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-BLOCKS, TOWER = units_of(Block), units_of(Block, Tower)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recomputes", "settings"),
-    [
-        (False, {"policy": BLOCKS, "strategy": "full_shard", "batch_nbytes": "128 MiB", "forward_prefetch": 2}),
-        (False, {"policy": TOWER, "strategy": "full_shard", "check_ranks": False}),
-        # One checkpoint holds several units.
-        (True, {"policy": TOWER, "strategy": "shard_grad_op"}),
-    ],
-    ids=str,
-)
-def test_images_on_some_ranks(recomputes: bool, settings: dict[str, Any]) -> None:
-    """A tower of several units; drawn programs pass single ones by."""
-    assert_parity(seeded(lambda: VisionLanguage(recomputes)), step_of(TURNS), 3, len(TURNS), adamw, settings)
-
-
-class Nested(Net):
-    """Blocks under one re-entrant checkpoint each, and one around them; some ranks pass the first by."""
-
-    def forward(self, x: torch.Tensor, uses: bool = True) -> torch.Tensor:
-        def one(index: int, y: torch.Tensor) -> torch.Tensor:
-            if uses or index:
-                output: torch.Tensor = self.blocks[index](y)
-                return output
-            polyshard.skip(self.blocks[0])
-            return y * 1.0
-
-        def run(y: torch.Tensor) -> torch.Tensor:
-            for index in range(3):
-                y = checkpoint(one, index, y, use_reentrant=True)
-            return y
-
-        return self.last(checkpoint(run, self.first(x), use_reentrant=True))
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-def test_modules_passed_by_under_nested_checkpoints() -> None:
-    def step(model: Any, turn: int, rank: int) -> list[torch.Tensor]:
-        # In the last turn nobody uses it.
-        uses = rank > turn
-        if is_sharded(model):
-            polyshard.agree_on_use(model, {model.blocks[0]: uses})
-        loss = model(draw(4, 3, turn=turn, rank=rank, requires_grad=True), uses).square().mean()
-        loss.backward()
-        return [loss.detach()]
-
-    assert_parity(seeded(Nested), step, 3, 3, settings={"policy": BLOCKS})
 
 
 def told_of(rank: int, world: ThreadedWorld, wrong: Callable[[nn.Module, int], Any], make: Any = VisionLanguage) -> str:

@@ -88,10 +88,7 @@ def assert_wholes(ranks: list[dict[str, torch.Tensor]], expected: dict[str, torc
 
 
 #: What an optimizer is given.
-GIVEN: dict[str, Callable[[nn.Module], Any]] = {
-    "parameters": nn.Module.parameters,
-    "flat": polyshard.flat_parameters,
-}
+GIVEN: dict[str, Callable[[nn.Module], Any]] = {"parameters": nn.Module.parameters, "flat": polyshard.flat_parameters}
 OFFLOADS: list[Any] = ["none", "cpu", "optimizer", {"name": "partial", "units": "blocks.1"}]
 CHOSEN_RANKS = [
     *(({"strategy": name}, world) for name in ("no_shard", "zero1", "zero2", "full_shard") for world in (2, 4)),
@@ -149,23 +146,6 @@ def test_ranks_without_a_part_see_whole_shapes_and_gradients_without_rows() -> N
 
 
 # One rank, and one of very many.
-
-
-def test_a_single_rank_is_not_sharded_and_says_so() -> None:
-    model = seeded(Net)
-    reference = train_reference(model, square_step, 1, 5, adam)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    with pytest.warns(UserWarning, match="switching to use `NO_SHARD`"):
-        polyshard.shard(model, polyshard.ShardConfig(collectives=fake(0, 1), **BLOCKS))
-    assert {name: p.shape for name, p in model.named_parameters()} == shapes
-    optimizer = adam(model)
-    for turn in range(5):
-        square_step(model, turn, 0)
-        assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(full(parameter.detach()), reference.parameters[name], rtol=0, atol=1e-15)
 
 
 def test_one_rank_of_1024_runs_a_step() -> None:
@@ -227,10 +207,7 @@ SENT: dict[str, tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]
         },
         {},
     ),
-    "hpz": (
-        {("all_gather", _N): _of(_N), ("all_gather", _GROUP): _of(_GROUP), ("reduce_scatter", _N): _of(_N)},
-        {},
-    ),
+    "hpz": ({("all_gather", _N): _of(_N), ("all_gather", _GROUP): _of(_GROUP), ("reduce_scatter", _N): _of(_N)}, {}),
     "hfsdp": (
         {
             ("all_gather", _GROUP): 2 * _of(_GROUP),

@@ -237,32 +237,3 @@ def test_a_backward_of_a_forward_before_it_is_not_disturbed(policy: Any, strateg
 
     settings = {"policy": policy, "strategy": strategy}
     assert_parity(seeded(Net), stepping(loss_of), 2, optimizer=adam, settings=settings)
-
-
-def test_recurrent_modules_and_offloaded_units_can_be_called() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.memory = nn.LSTM(3, 6, 2)
-            self.attends = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True, dropout=0.0)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = self.attends(self.memory(x)[0])
-            return output
-
-    model = seeded(Recurrent)
-    x = draw(4, 2, 3)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
-        policy = units_of(nn.LSTM, nn.TransformerEncoderLayer)
-        mine = sharded_copy(model, rank, world, policy=policy, offload="cpu")
-        outputs = []
-        for _ in range(2):
-            with polyshard.unsharded(mine), torch.no_grad():
-                outputs += [mine(x), cast("Recurrent", mine).attends(cast("Recurrent", mine).memory(x)[0])]
-            mine(x).sum().backward()
-        return outputs
-
-    for outputs in on_ranks(2, on_rank):
-        for output in outputs:
-            torch.testing.assert_close(output, model(x).detach(), rtol=1e-12, atol=1e-12)

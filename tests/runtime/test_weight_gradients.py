@@ -9,7 +9,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Step, assert_parity, draw, on_ranks, seeded, sharded_copy, train_reference, units_of, whole
+from parity import Step, draw, on_ranks, seeded, sharded_copy, train_reference, units_of, whole
 from polyshard.interfaces import PluginContext, Work
 from polyshard.nested import iter_tensors
 from polyshard.planning import thresholds
@@ -17,7 +17,6 @@ from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     checkpoint,
@@ -135,19 +134,6 @@ def reference(model: nn.Module, turns: int, microbatches: int = 1) -> dict[str, 
 def test_training_equals_the_unsharded_model(kind: dict[str, int]) -> None:
     model = make(**kind)  # type: ignore[arg-type]
     torch.testing.assert_close(trained(model, 3), reference(model, 3), rtol=1e-5, atol=1e-6)
-
-
-def test_two_forwards_meet_in_one_backward() -> None:
-    """As of chosen and rejected answers: autograd holds the gradient of the one until that of the other is there."""
-
-    def both(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        losses = [model(draw(4, 3, turn=2 * turn + part, rank=rank)).square().mean() for part in range(2)]
-        (losses[0] - 2 * losses[1]).backward()
-        return [loss.detach() for loss in losses]
-
-    for nbytes in (0, 100_000):
-        settings = {"policy": units_of(Large, nn.Linear), "batch_nbytes": nbytes, "backward_prefetch": 0}
-        assert_parity(make().double(), both, 2, turns=2, settings=settings)
 
 
 def test_a_recomputation_may_go_on_to_the_end() -> None:
@@ -291,35 +277,3 @@ def test_compiled_blocks_share_their_graphs_and_write_weight_gradients_in_place(
     # More blocks than the compiler makes versions of one function before it gives up on it.
     # One graph for all of them, and one more for other sizes.
     assert compiled_steps(10) == (2, 3 * 10 * 2, 3 * 10 * 2, 0)
-
-
-class BrokenError(RuntimeError):
-    """Raised on the way back."""
-
-
-def test_a_backward_that_fails_after_a_gradient_was_written_is_forgotten() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[float, float]:
-        plain = make()
-        model = sharded_copy(plain, rank, world, policy=units_of(Large))
-
-        def fail(_: torch.Tensor) -> None:
-            raise BrokenError
-
-        handle = model.block.up.register_forward_hook(lambda _, args, output: output.register_hook(fail) and None)
-        with pytest.raises(BrokenError):
-            step(model, 0, rank)
-        handle.remove()
-        x = draw(4, 3).float().requires_grad_()
-        (ours,) = torch.autograd.grad(model(x).square().mean(), x)
-        (expected,) = torch.autograd.grad(plain(x).square().mean(), x)
-        for each in (0, 1):
-            step(model, 1, each)
-            step(plain, 1, each)
-        wanted, found = (each.get_parameter("block.up.weight").grad for each in (plain, model))
-        assert wanted is not None
-        assert isinstance(found, DTensor)
-        return float((ours - expected).abs().max()), float((found.full_tensor() - wanted).abs().max())
-
-    for of_input, of_weight in on_ranks(2, on_rank):
-        assert of_input < 1e-6
-        assert of_weight < 1e-6

@@ -56,12 +56,7 @@ PACKAGES: dict[str, tuple[str, str, type[Exception], tuple[str, ...]]] = {
         ("must construct a polyshard.interfaces.PrecisionCaster", "builtins:dict"),
     ),
     "nothing": ("listeners", MAKE.format("return None"), errors.PluginContractError, ("returned None",)),
-    "number": (
-        "policy",
-        "Odd = 7",
-        errors.PluginContractError,
-        ("instance of builtins:int, which cannot be called",),
-    ),
+    "number": ("policy", "Odd = 7", errors.PluginContractError, ("instance of builtins:int, which cannot be called",)),
     "newer": (
         "precision",
         CASTER.format("2"),

@@ -11,12 +11,7 @@ import torch
 from parity import Block, Net, adam, assert_parity, on_ranks, root_of, seeded, threaded, units_of
 from polyshard import ShardConfig
 from polyshard.errors import ParameterChangedError
-from polyshard.interfaces import (
-    OffloadCapabilities,
-    OffloadManager,
-    PluginContext,
-    UnitSpec,
-)
+from polyshard.interfaces import OffloadCapabilities, OffloadManager, PluginContext, UnitSpec
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn

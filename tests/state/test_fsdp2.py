@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -180,37 +179,6 @@ def test_dtensors_are_the_parameters_own_and_those_of_torchs_functions() -> None
         assert not differing(sorted_groups(ours), sorted_groups(theirs))
         for name, value in ours["model"].items():
             torch.testing.assert_close(value, reference["model"][name])
-
-
-def made(kind: str, seed: int) -> tuple[Odd, torch.optim.Optimizer]:
-    return fsdp2(seed) if kind == "fsdp2" else native(seed, **({"strategy": kind} if kind != "native" else {}))
-
-
-def stock_writes(rank: int, folder: str, kind: str) -> State:
-    model, optimizer = made(kind, 0)
-    train(model, optimizer, 2)
-    dcp.save(told(model, optimizer), checkpoint_id=folder)
-    return told(model, optimizer, full_state_dict=True)
-
-
-def stock_reads(rank: int, folder: str, kind: str) -> State:
-    model, optimizer = made(kind, 1)
-    state = told(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    # The next step is of the same numbers.
-    found = copy.deepcopy(told(model, optimizer, full_state_dict=True))
-    train(model, optimizer, 1)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("one", "other"), [("native", "native"), ("native", "fsdp2"), ("fsdp2", "native"), ("no_shard", "native")]
-)
-def test_torchs_functions_and_files_serve_both_at_another_number_of_ranks(one: str, other: str, tmp_path: Path) -> None:
-    reference = RANKS.run(3, stock_writes, str(tmp_path), one)[0]
-    for found in RANKS.run(2, stock_reads, str(tmp_path), other):
-        assert not differing(sorted_groups(reference), sorted_groups(found))
 
 
 def saved_by_torch_while_training(rank: int, folder: str) -> State:

@@ -14,6 +14,7 @@ from typing import Any
 
 import polyshard
 import torch
+from parity import chain
 from polyshard_testing import Rank, run_ranks
 from torch import nn
 
@@ -31,23 +32,10 @@ class Block(nn.Module):
         return y
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block() for _ in range(BLOCKS)])
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        y: torch.Tensor = self.head(x)
-        return y
-
-
-def made() -> Net:
+def made() -> Any:
     """The model that everybody begins with; the seed is the process's own."""
     torch.manual_seed(0)
-    return Net()
+    return chain(layers=nn.Sequential(*(Block() for _ in range(BLOCKS))), head=nn.Linear(WIDTH, CLASSES))
 
 
 def batch(step: int, rank: int) -> torch.Tensor:

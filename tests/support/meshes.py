@@ -16,16 +16,7 @@ from typing import Any, Literal, TypeVar
 import polyshard
 import torch
 from matrices import FormulaMuon
-from meshed_models import (
-    Block,
-    ExpertModules,
-    GroupedExperts,
-    Net,
-    Shape,
-    parallelize,
-    shares_of,
-    tokens_of,
-)
+from meshed_models import Block, ExpertModules, GroupedExperts, Net, Shape, parallelize, shares_of, tokens_of
 from parity import seeded
 from polyshard.optim import Muon, for_matrices, step_in_backward
 from processes import KeptRanks, device_of

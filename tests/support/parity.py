@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -70,6 +71,11 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.last(x)
+
+
+def chain(**layers: nn.Module) -> Any:
+    """Layers of these names, one behind the other."""
+    return nn.Sequential(OrderedDict(layers))
 
 
 class Words(nn.Module):

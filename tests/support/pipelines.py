@@ -152,14 +152,7 @@ class Trainer:
         whole = whole_model(plan).to(plan.device)
         self.models = [self.shard(part_of(whole, number, plan.stages)) for number in plan.numbers(self.place)]
         self.stages = [
-            PipelineStage(
-                model,
-                number,
-                plan.stages,
-                plan.device,
-                group=mesh["pp"].get_group(),
-                gathers=plan.gathers,
-            )
+            PipelineStage(model, number, plan.stages, plan.device, group=mesh["pp"].get_group(), gathers=plan.gathers)
             for model, number in zip(self.models, plan.numbers(self.place), strict=True)
         ]
         names = {0: "embedding.weight", plan.stages - 1: "head.weight"}

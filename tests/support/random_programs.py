@@ -33,12 +33,15 @@ class Family(Enum):
     RECURRENT = "a recurrent layer"
     EXPERTS = "a parameter of three dimensions"
     ADAPTED = "a frozen layer with a trained addition of low rank"
+    RECOMPUTED = "a layer under a checkpoint"
+    AGAIN = "nothing; each calls itself in the middle"
+    QUERIED = "nothing; a parameter of the outermost module goes through the first of them"
     WORDS = "nothing; an embedding in front of the blocks and a head behind them share a weight"
     BORROWED = "nothing; the weight of the last layer is read beside its forward"
 
 
 #: Families whose blocks have nothing more than their layers.
-BARE = (Family.DENSE, Family.WORDS, Family.BORROWED)
+BARE = (Family.DENSE, Family.WORDS, Family.BORROWED, Family.AGAIN, Family.QUERIED)
 
 
 class Use(Enum):
@@ -74,6 +77,9 @@ class Turn(Enum):
     PARAMETERS = "backward(inputs=some parameters)"
     PENALTY = "a backward through autograd.grad(create_graph=True) of the input"
     LOOK = "a forward without gradients between a forward and its backward"
+    STUMBLE = "a forward that raises between a forward and its backward"
+    CHILD = "a block by itself, then a forward, and one backward of both"
+    NESTED = "a forward that calls itself, and a backward"
     INSIDE = "a forward that calls its backward itself"
     AROUND = "a forward under one checkpoint, and a backward"
     SOME = "two microbatches in which gradients of some modules wait, FSDP2's way, before one that reduces all"
@@ -86,6 +92,7 @@ WITHOUT_REENTRANT = (Turn.GRAD_FIRST, Turn.GRAD_ALONE, Turn.INPUTS, Turn.PARAMET
 WAITING = (Turn.NO_SYNC, Turn.SOME, Turn.REPLICAS)
 ONE_FORWARD = (
     *(Turn.PLAIN, Turn.RETAINED, Turn.GRAD_FIRST, Turn.PARAMETERS, Turn.PENALTY, Turn.LOOK, Turn.INSIDE, Turn.AROUND),
+    *(Turn.STUMBLE, Turn.CHILD, Turn.NESTED),
 )
 
 
@@ -244,6 +251,8 @@ class Extra(nn.Module):
             self.base = nn.Linear(5, 5).requires_grad_(False)
             self.down = nn.Parameter(torch.linspace(-1, 1, 10).view(5, 2))
             self.up = nn.Parameter(torch.linspace(1, -1, 10).view(2, 5))
+        elif family is Family.RECOMPUTED:
+            self.layer = nn.Linear(5, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.family is Family.SCALAR:
@@ -258,6 +267,8 @@ class Extra(nn.Module):
             return x + output
         if self.family is Family.EXPERTS:
             return x + torch.einsum("bi,eij->bj", x, self.experts)
+        if self.family is Family.RECOMPUTED:
+            return x + _under(False, lambda y: torch.tanh(self.layer(y)), x)
         return torch.tanh(self.base(x) + x @ self.down @ self.up)
 
 
@@ -266,21 +277,24 @@ class Raising(Block):
 
     def __init__(self, family: Family, inner: nn.Module | None = None) -> None:
         super().__init__()
-        self.raises = False
+        self.raises, self.again = False, family is Family.AGAIN
         self.extra = None if family in BARE else Extra(family)
         self.inner = inner
         #: Where a loss of its own goes; None for nowhere.
         self.aside: list[torch.Tensor] | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, depth: int = 0) -> torch.Tensor:
         y = super().forward(x)
+        if self.again and depth == 0:
+            # Its parameters are still needed on the way back up.
+            y = super().forward(self(y, 1))
         if self.extra is not None:
             y = self.extra(y)
         if self.inner is not None:
             y = self.inner(y)
         if self.aside is not None:
             self.aside.append(torch.tanh(self.up(torch.tanh(self.down(self.up(x))))).square().mean())
-        if self.raises:
+        if self.raises and depth == 0:
             raise PlannedError
         return y
 
@@ -300,7 +314,7 @@ class Routed(nn.Module):
         if program.tied:
             blocks: Any = self.blocks
             blocks[2].down.weight = blocks[0].down.weight
-        self.borrows = program.family is Family.BORROWED
+        self.borrows, self.queried = program.family is Family.BORROWED, program.family is Family.QUERIED
         self.gate = nn.Parameter(torch.linspace(0.5, 1.5, 5))
         self.last = nn.Linear(5, 2)
         self.words: nn.Embedding | None = None
@@ -314,20 +328,18 @@ class Routed(nn.Module):
             self.get_submodule(program.frozen).requires_grad_(False)
 
     def forward(
-        self,
-        x: torch.Tensor,
-        way: Way,
-        rank: int,
-        gated: bool = False,
-        *,
-        inside: bool = False,
+        self, x: torch.Tensor, way: Way, rank: int, gated: bool = False, *, inside: bool = False, nested: bool = False
     ) -> torch.Tensor:
+        if nested:
+            x = x + self(x, way, rank, gated).mean(-1, keepdim=True)
         self.aside = []
         y = self.first(x) + torch.tanh(self.again(x))
         if gated:
             y = y * self.gate
         if self.words is not None:
             y = y + self.words(x.detach().argmax(-1))
+        if self.queried:
+            y = y + self.blocks[0](self.gate.view(1, 5))
         y = self.along(y, way, rank)
         output: torch.Tensor = sum(self.aside, self.last(y))
         if self.borrows:
@@ -408,6 +420,9 @@ def draw_program(number: int) -> Program:
     # A tied weight, and all of them where blocks are no units, are the outermost module's.
     alone = policy != "never" and not tied
     steps = tuple(_step(drawn, world_size, optimizer, free, alone) for _ in range(STEPS))
+    if family is Family.QUERIED and any(step.turn is Turn.PENALTY for step in steps):
+        # A slope goes through no forward on that parameter.
+        family = Family.DENSE
     saves = sum(event is Event.SAVE for step in steps for event in step.events)
     # Of one tensor all must have gradients or nothing, and penalties read lists of modules that are gathered once.
     single = flat or any(step.turn is Turn.PENALTY for step in steps)
@@ -588,7 +603,7 @@ def _step(drawn: random.Random, world_size: int, optimizer: str, free: bool, alo
     if apart and turn in WAITING:
         # A second microbatch that runs no block, or drops all, reduces nothing.
         turn = Turn.MICROBATCHES
-    if apart and turn in (Turn.INSIDE, Turn.AROUND):
+    if (apart and turn in (Turn.INSIDE, Turn.AROUND)) or (not alone and turn is Turn.CHILD):
         turn = Turn.PLAIN
     if turn is Turn.PARAMETERS and optimizer.startswith("flat"):
         # All of a unit must have gradients or nothing.

@@ -8,22 +8,12 @@ from typing import Any
 
 import polyshard
 import torch
-from parity import local, seed_all
+from parity import Block, local, seed_all
 from polyshard import ShardConfig
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
 Values = dict[str, torch.Tensor]
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width + 1)
-        self.down = nn.Linear(2 * width + 1, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):
@@ -33,7 +23,7 @@ class Net(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(2, 5, 3).to(memory_format=torch.channels_last)
         self.embed = nn.Embedding(7, 6)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(6, 13) for _ in range(blocks))
         self.norm = nn.BatchNorm1d(6)
         self.head = nn.Linear(6, 7, bias=False)
         self.head.weight = self.embed.weight

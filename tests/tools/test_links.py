@@ -13,16 +13,7 @@ from hypothesis import strategies as st
 from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
-from polyshard_tools.forecast import (
-    LINKS,
-    Link,
-    LinkModel,
-    Operation,
-    Span,
-    find_links,
-    fitted,
-    read_links,
-)
+from polyshard_tools.forecast import LINKS, Link, LinkModel, Operation, Span, find_links, fitted, read_links
 from polyshard_tools.forecast.bench import bench, bench_machine
 
 MIB = 2**20

@@ -161,19 +161,6 @@ class ModelWithIgnoredModule(nn.Module):
         return output
 
 
-class TwoLinears(nn.Module):
-    """Two Linear(10, 10), one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin1: nn.Module = nn.Linear(10, 10)
-        self.lin2 = nn.Linear(10, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.lin2(self.lin1(x))
-        return output
-
-
 class ExpectsDtype(nn.Module):
     """A Linear(5, 5) that insists on the dtype of its input: fp32 if ``full``, else fp16."""
 
