@@ -266,7 +266,8 @@ def test_inner_modules_that_are_called_by_themselves_are_stepped_behind_the_back
     assert_parity(seeded(Net), step, 2, turns=4, optimizer=in_backward(adam), settings=OFFLOADED)
 
 
-def test_microbatches_that_replicas_add_up_later_are_accumulated() -> None:
+@pytest.mark.parametrize("settings", [{"strategy": "hybrid_shard", "shard_size": 2}, {}])
+def test_microbatches_that_replicas_add_up_later_are_accumulated(settings: dict[str, Any]) -> None:
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
         losses = []
         for part in range(3):
@@ -277,8 +278,7 @@ def test_microbatches_that_replicas_add_up_later_are_accumulated() -> None:
             losses.append(loss.detach())
         return losses
 
-    settings = {**OFFLOADED, "strategy": "hybrid_shard", "shard_size": 2}
-    assert_parity(seeded(Net), step, 4, turns=2, optimizer=in_backward(adam), settings=settings)
+    assert_parity(seeded(Net), step, 4, turns=2, optimizer=in_backward(adam), settings={**OFFLOADED, **settings})
 
 
 def test_schedulers_state_and_another_optimizer_go_on() -> None:
