@@ -37,6 +37,7 @@ from polyshard_backends.gloo import GlooCollectives
 from processes import KeptRanks
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 
 def forward_methods(rank: int) -> None:
@@ -228,6 +229,37 @@ def what_is_written_to_whole_parameters(rank: int) -> None:
     for each in model.blocks:
         each.reshard()
     train(model, 1)
+
+
+class Drops(nn.Module):
+    """Layers under checkpoints; a call may go on without what they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, drops: bool) -> torch.Tensor:
+        def run(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = layer(x)
+            return x * 1.0 if drops else y
+
+        for layer in self.layers:
+            x = checkpoint(run, layer, x, use_reentrant=False)
+        return x
+
+
+def what_a_recomputation_gathers_is_no_write(rank: int) -> None:
+    torch.manual_seed(0)
+    plain, x = Drops().double(), torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+    model: Any = copy.deepcopy(plain)
+    for layer in (*model.layers, model):
+        OURS.fully_shard(layer, mesh=cpu_mesh())
+    for each in (plain, model):
+        # In the later forward, which is run again first, the layers compute for nobody on one rank.
+        sum(each(x, drops).square().mean() for drops in (False, rank == 0)).backward()  # type: ignore[union-attr]
+    averaged(plain)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        same(ours.grad.full_tensor(), theirs.grad)
 
 
 def recovery_from_an_exception(rank: int) -> None:
@@ -528,6 +560,7 @@ BODIES: dict[Callable[[int], object], int] = {
     modules_that_are_whole_already: 2,
     what_is_done_to_whole_parameters: 2,
     what_is_written_to_whole_parameters: 2,
+    what_a_recomputation_gathers_is_no_write: 2,
     recovery_from_an_exception: 2,
     unused_parameters_get_zeros: 2,
     hints_change_no_number: 2,

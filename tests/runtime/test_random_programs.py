@@ -104,6 +104,7 @@ class Run:
         return self._world is not None
 
     def _made(self, settings: dict[str, Any]) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        self._shards_gradients = settings.get("shard_gradients", False)
         if self._world is None:
             model = copy.deepcopy(self._start)
         else:
@@ -384,8 +385,9 @@ class Run:
 
     @property
     def _hides_sums(self) -> bool:
-        """Whether no optimizer sees what waits to be reduced; FSDP's wrapper shows it."""
-        return self.sharded and not self.program.wrapped and not self.program.optimizer.startswith("flat")
+        """Whether no optimizer sees what waits to be reduced; FSDP's wrapper shows it, and ``shard_gradients`` shards."""
+        shows = self.program.wrapped or self._shards_gradients or self.program.optimizer.startswith("flat")
+        return self.sharded and not shows
 
     def _optimized(self) -> list[torch.Tensor]:
         return [p for each in self.optimizer for group in each.param_groups for p in group["params"]]

@@ -60,7 +60,8 @@ def _tell_failed_backward(held: weakref.ref[Root], reference: object) -> None:
 
 def _reduces_once(held: weakref.ref[Root]) -> bool:
     root = held()
-    return root is not None and root.reduces_once
+    # Inside of ``no_all_reduce`` gradients of units without replicas arrive whole, and later ones are added.
+    return root is not None and root.reduces_once and root.module_states[0].all_reduces
 
 
 class Root:

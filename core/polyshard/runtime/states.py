@@ -156,8 +156,11 @@ class Retention:
 
     def keep(self) -> None:
         """Keep the parameters for this rank's recomputation, where the ranks' common order releases them."""
+        gathered = self._unit.gathered
+        # Modules hold what they hold on ranks that release. Before the recomputation a gather with these may write to
+        # the whole parameters, which is no write of the program's.
+        gathered.conceal()
         if self._hide_whole():
-            gathered = self._unit.gathered
             gathered.wait()
             gathered.fresh = Fresh.ALONE
 
