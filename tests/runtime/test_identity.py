@@ -108,7 +108,15 @@ def change_object_in_place(model: nn.Module) -> None:
             parameter.mul_(2.0)
 
 
-@one_by_one("world_size", [3, 1], "change", [change_object, change_object_in_place])
+def change_behind_a_forward(model: nn.Module) -> None:
+    # Without a backward, which would release what it leaves whole.
+    model(draw(4, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+@one_by_one("world_size", [3, 1], "change", [change_object, change_object_in_place, change_behind_a_forward])
 def test_values_changed_between_steps_are_honoured(world_size: int, change: Callable[[nn.Module], None]) -> None:
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
         if turn == 1:

@@ -1,4 +1,4 @@
-"""Wrong uses of ``agree_on_use`` and ``skip``, by name; right ones are drawn (``test_random_programs.py``)."""
+"""Wrong uses of ``agree_on_use`` and ``skip``, by name; of right ones what is seldom drawn."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, draw, is_sharded, on_ranks, seeded, sharded_copy, units_of
+from parity import Block, assert_parity, draw, is_sharded, on_ranks, seeded, sharded_copy, units_of
 from polyshard.errors import ConfigError, RankMismatchError, StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Tower(nn.Module):
@@ -56,6 +57,38 @@ def forward_of(model: nn.Module, turn: int, rank: int, having: set[int]) -> torc
         polyshard.agree_on_use(model, {model.vision: rank in having})
     images = draw(2, 4, rank=rank + 10 * turn) if rank in having else None
     return model(draw(2, 3, rank=rank + 10 * turn), images)
+
+
+class Recomputes(VisionLanguage):
+    """Re-entrant checkpoints inside of one; the first of these passes the tower by."""
+
+    #: Whether it goes on without what the second computes.
+    drops = False
+
+    def forward(self, text: torch.Tensor, images: torch.Tensor | None) -> torch.Tensor:
+        def look(x: torch.Tensor) -> torch.Tensor:
+            polyshard.skip(self.vision)
+            return x * 1.0
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            for each in (look, *self.blocks):
+                y = checkpoint(each, x, use_reentrant=True)
+                x = x if self.drops and each is self.blocks[0] else y
+            return x
+
+        return self.head(checkpoint(run, self.embed(text), use_reentrant=True))
+
+
+# The inner ones are called without gradients first.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_a_tower_that_nobody_uses_is_passed_by_under_nested_checkpoints() -> None:
+    def step(model: Any, turn: int, rank: int) -> list[torch.Tensor]:
+        model.drops = rank == 0
+        loss = forward_of(model, turn, rank, set()).square().mean()
+        loss.backward()
+        return [loss.detach()]
+
+    assert_parity(seeded(Recomputes), step, settings={"policy": units_of(Block)})
 
 
 def told_of(rank: int, world: ThreadedWorld, wrong: Callable[[nn.Module, int], Any], make: Any = VisionLanguage) -> str:

@@ -17,6 +17,7 @@ from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     checkpoint,
@@ -41,7 +42,12 @@ class Large(nn.Module):
     """Two layers over the threshold around a small one."""
 
     def __init__(
-        self, tied: bool = False, recomputes: bool = False, bias: bool = True, keeps_products: bool = False
+        self,
+        tied: bool = False,
+        recomputes: bool = False,
+        bias: bool = True,
+        keeps_products: bool = False,
+        borrows: bool = False,
     ) -> None:
         super().__init__()
         self.up = nn.Linear(WIDE, WIDE, bias=bias)
@@ -49,11 +55,16 @@ class Large(nn.Module):
         self.down = nn.Linear(WIDE, WIDE, bias=bias)
         if tied:
             self.down.weight = self.up.weight
+        self.borrows = borrows
         self.recomputes = recomputes or keeps_products
         self.contexts = keeping_products if keeps_products else noop_context_fn
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.scale(self.up(x))))
+        x = x + self.down(torch.tanh(self.scale(self.up(x))))
+        if self.borrows:
+            # In a graph of its own: the weight has this gradient before its layer computes one.
+            x = checkpoint(lambda y: functional.linear(y, self.up.weight), x, use_reentrant=True)
+        return x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.recomputes:
@@ -126,6 +137,7 @@ def reference(model: nn.Module, turns: int, microbatches: int = 1) -> dict[str, 
         {"tied": True},
         {"recomputes": True},
         {"keeps_products": True},
+        {"borrows": True},
         {"times": 2},
         {"times": 2, "recomputes": True},
     ],

@@ -261,11 +261,8 @@ class GatheredParameters:
     def claim_gradient(self, index: int) -> torch.Tensor | None:
         """Where the gradient of leaf ``index`` may be written in the backward that runs; None for memory of its own."""
         unit, root = self.unit, self.unit.root
-        if (
-            not (root.synchronises and unit.module_state.synchronises and root.backward.accumulates)
-            or self.buffer is not self.training_buffer
-            or self.leaves[index].grad is not None
-        ):
+        synchronises = root.synchronises and unit.module_state.synchronises
+        if not (synchronises and root.backward.accumulates and self.buffer is self.training_buffer):
             return None
         return unit.gradients.claim(index, root.reducer)
 
