@@ -363,7 +363,7 @@ class Run:
 
     @property
     def _hides_sums(self) -> bool:
-        """Whether no optimizer sees what waits to be reduced; FSDP's wrapper shows it, and ``shard_gradients`` shards."""
+        """Whether no optimizer sees what waits to be reduced: of FSDP's wrapper it does, and of ``shard_gradients``."""
         shows = self.program.wrapped or self._shards_gradients or self.program.optimizer.startswith("flat")
         return self.sharded and not shows
 
