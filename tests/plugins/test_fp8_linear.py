@@ -290,6 +290,16 @@ def test_a_weight_that_something_else_computes_with_is_nan() -> None:
     assert model(torch.ones(2, 32)).isnan().all()
 
 
+def test_the_first_call_of_all_may_be_a_layers() -> None:
+    layers = nn.Sequential(nn.Linear(32, 32))
+
+    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
+        model: Any = sharded_copy(layers, rank, world, precision=caster(), policy="always")
+        return model[0](torch.ones(2, 32)).detach()  # type: ignore[no-any-return]
+
+    assert all(output.isfinite().all() for output in on_ranks(2, on_rank))
+
+
 def test_a_forward_that_was_replaced_after_sharding_is_refused() -> None:
     model = model_of()
     pretended(model, caster())

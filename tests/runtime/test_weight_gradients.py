@@ -9,7 +9,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Step, draw, on_ranks, seeded, sharded_copy, train_reference, units_of, whole
+from parity import Step, assert_parity, draw, on_ranks, seeded, sharded_copy, train_reference, units_of, whole
 from polyshard.interfaces import PluginContext, Work
 from polyshard.nested import iter_tensors
 from polyshard.planning import thresholds
@@ -158,6 +158,19 @@ def test_a_recomputation_may_go_on_to_the_end() -> None:
 
     expected = train_reference(model, both, 2, turns=4).parameters
     torch.testing.assert_close(trained(model, 4, one_step=both), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_call_of_a_layer_is_computed_again_as_it_was() -> None:
+    """No outer module was called before it."""
+
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        given = draw(4, WIDE, turn=turn, rank=rank, requires_grad=True)
+        loss = checkpoint(model.get_submodule("0"), given, use_reentrant=False).square().mean()
+        loss.backward()
+        return [loss.detach()]
+
+    layers = seeded(lambda: nn.Sequential(nn.Linear(WIDE, 2 * WIDE)))
+    assert_parity(layers, step, 2, turns=2, settings={"policy": "always"})
 
 
 class Written(TorchDispatchMode):

@@ -7,7 +7,7 @@ A module's ``forward`` stands in its ``__dict__`` for that. In compiled code the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from types import MethodType
@@ -28,48 +28,74 @@ from ..planning.plan import ManagedParameter
 _DIRECT, _KEY = "_polyshard_direct", "_polyshard_direct_key"
 
 
+def take_forwards(parameters: Sequence[ManagedParameter], layout: FlatLayout) -> None:
+    """Let the large linear layers that hold one of ``parameters`` call ours, which computes as theirs for now.
+
+    A module's call looks its forward up in front of the hook in which ``write_directly`` comes. A layer whose first
+    call had another one would save other tensors when a checkpoint computes that again.
+    """
+    for _, module in _large_layers(parameters, layout):
+        if "forward" not in module.__dict__:
+            # One function for all: torch.compile compiles anew wherever it meets another object.
+            module.__dict__["forward"] = MethodType(_forward, module)
+
+
 def write_directly(
-    parameters: Sequence[ManagedParameter], layout: FlatLayout, claim: Callable[[int], torch.Tensor | None]
+    parameters: Sequence[ManagedParameter], layout: FlatLayout, claim: Callable[[int], torch.Tensor | None] | None
 ) -> None:
-    """Let the large linear layers that hold one of ``parameters`` write its gradient into the reduction's input.
+    """Let the layers of ``take_forwards`` write their weight's gradient into the reduction's input.
 
     ``claim``: returns, for an index of ``parameters`` and ``layout``, the memory for the gradient, or None where it
-    needs memory of its own.
+    needs memory of its own. None for all: layers get their own forward back.
 
     Layers with another forward (a subclass, a replaced method) stay as they are.
     """
+    for index, module in _large_layers(parameters, layout):
+        if getattr(module.__dict__.get("forward"), "__func__", None) is not _forward:
+            continue
+        if claim is None:
+            del module.__dict__["forward"]
+        else:
+            direct = Direct(partial(claim, index))
+            module.__dict__.update({_DIRECT: direct, _KEY: direct.key()})
+
+
+def _large_layers(parameters: Sequence[ManagedParameter], layout: FlatLayout) -> Iterator[tuple[int, nn.Linear]]:
     for index, parameter in enumerate(parameters):
         slot = layout.slots[index]
         # A reduction reads staged ones rank by rank.
         if len(parameter.sites) > 1 or parameter.leaf or slot.dim or slot.numel < thresholds.DIRECT_NUMEL:
             continue
         module, attribute = parameter.sites[0]
-        if type(module) is nn.Linear and attribute == "weight" and "forward" not in module.__dict__:
-            direct = Direct(partial(claim, index))
-            module.__dict__.update({_DIRECT: direct, _KEY: direct.key()})
-            # One function for all: torch.compile compiles anew wherever it meets another object.
-            module.__dict__["forward"] = MethodType(_forward, module)
+        if type(module) is nn.Linear and attribute == "weight":
+            yield index, module
 
 
 def _forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """The forward of a linear layer: direct where autograd records it, and no autocast or transform is active."""
     weight, bias = module.weight, module.bias
     if torch.compiler.is_dynamo_compiling():
-        if not (torch.is_grad_enabled() and weight.requires_grad) or torch.is_autocast_enabled(input.device.type):
+        key = getattr(module, _KEY, None)
+        if (
+            key is None
+            or not (torch.is_grad_enabled() and weight.requires_grad)
+            or torch.is_autocast_enabled(input.device.type)
+        ):
             return functional.linear(input, weight, bias)
         compiled: torch.Tensor = DirectLinear.apply(  # type: ignore[no-untyped-call]
-            input, weight, bias, None, getattr(module, _KEY), False
+            input, weight, bias, None, key, False
         )
         return compiled
+    direct: Direct | None = module.__dict__.get(_DIRECT)
     if (
-        not (torch.is_grad_enabled() and weight.requires_grad)
+        direct is None
+        or not (torch.is_grad_enabled() and weight.requires_grad)
         or type(input) is not torch.Tensor
         # There is no autocast on the meta device, and asking raises.
         or (not input.is_meta and torch.is_autocast_enabled(input.device.type))
         or _torch_private.in_transform()
     ):
         return functional.linear(input, weight, bias)
-    direct: Direct = module.__dict__[_DIRECT]
     recomputes = _torch_private.in_backward()
     # Selective checkpoints hand out the product that they kept, and allow no other operation in its place.
     unfilled = recomputes and direct.ends_recomputation and not _torch_private.dispatch_modes()

@@ -128,6 +128,17 @@ class FormedWeight:
     """By which compiled code finds ``direct``."""
 
 
+def take_forwards(parameters: Sequence[ManagedParameter]) -> None:
+    """Let the linear layers that hold ``parameters`` compute by their forms, once these are there.
+
+    A module's call looks its forward up in front of the hook in which ``compute_with_forms`` comes.
+    """
+    for parameter in parameters:
+        module, _ = parameter.sites[0]
+        # One function for all: torch.compile compiles anew wherever it meets another object.
+        module.__dict__.update({_FORMED: None, "forward": MethodType(_forward, module)})
+
+
 def compute_with_forms(
     parameters: Sequence[ManagedParameter], buffer: FormBuffer, claim: Callable[[int], torch.Tensor | None] | None
 ) -> list[Swap]:
@@ -140,15 +151,12 @@ def compute_with_forms(
     swaps = []
     for index, parameter in enumerate(parameters):
         module, _ = parameter.sites[0]
-        if _FORMED not in module.__dict__:
-            if "forward" in module.__dict__:
-                raise StateError(
-                    f"The forward of '{parameter.names[0].removesuffix('.weight')}' was replaced, and its weight is in "
-                    "bytes that the replacement cannot read. Replace it before shard(), or leave the layer out of the "
-                    "precision's fp8."
-                )
-            # One function for all: torch.compile compiles anew wherever it meets another object.
-            module.__dict__["forward"] = MethodType(_forward, module)
+        if getattr(module.__dict__.get("forward"), "__func__", None) is not _forward:
+            raise StateError(
+                f"The forward of '{parameter.names[0].removesuffix('.weight')}' was replaced, and its weight is in "
+                "bytes that the replacement cannot read. Replace it before shard(), or leave the layer out of the "
+                "precision's fp8."
+            )
         module.__dict__[_FORMED] = None
         large = buffer.layout.slots[index].numel >= thresholds.DIRECT_NUMEL
         direct = Direct(partial(claim, index)) if claim is not None and large else None

@@ -131,8 +131,9 @@ class GatheredParameters:
         unit = self.unit
         self.training_buffer = self._make_buffer(unit.dtypes.compute)
         self.bind(self.training_buffer)
-        if unit.writes_gradients_directly and not unit.forms and not unit.gradients.widens:
-            write_directly(unit.parameters, unit.layout, self.claim_gradient)
+        if not unit.forms:
+            direct = unit.writes_gradients_directly and not unit.gradients.widens
+            write_directly(unit.parameters, unit.layout, self.claim_gradient if direct else None)
         self.prepared = True
 
     def _make_buffer(self, dtype: torch.dtype) -> FlatBuffer:

@@ -25,6 +25,7 @@ from ..interfaces import (
 from ..planning.groups import UnitRanks
 from ..planning.layout import FlatLayout
 from ..planning.plan import ManagedParameter
+from . import direct, formed
 from .gathered import GatheredParameters
 from .gradients import Gradients
 from .parameters import HeldParameters
@@ -125,6 +126,10 @@ class Unit(ABC):
         self.on_lazy_use: Callable[[Unit, nn.Module, str], None] | None = None
         self.retention = Retention(self, reshard)
         self.use_master(master)
+        if self.forms:
+            formed.take_forwards(self.parameters)
+        elif self.writes_gradients_directly:
+            direct.take_forwards(self.parameters, layout)
 
     def use_master(self, master: torch.Tensor) -> None:
         """Let ``master`` be the master from now on, and make the parts over it."""
