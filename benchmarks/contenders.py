@@ -341,8 +341,8 @@ def _fsdp2(
     model = _meta_model(site)
     if fp8 is not None:
         _compute_in_fp8(model, fp8, site)
-    parks = CPUOffloadPolicy(pin_memory=site.device.type == "cuda") if offload else OffloadPolicy()
-    policies = {"mp_policy": precision, "offload_policy": parks}
+    offload_policy = CPUOffloadPolicy(pin_memory=site.device.type == "cuda") if offload else OffloadPolicy()
+    policies = {"mp_policy": precision, "offload_policy": offload_policy}
     for unit in [model.embedding, *model.blocks] if tuned else model.blocks:
         fully_shard(unit, mesh=mesh, **policies, reshard_after_forward=not keep)
     if tuned:

@@ -1,4 +1,4 @@
-"""What parking costs: steps of one model without offload, with some units parked, and with all of them.
+"""What offloading costs: steps of one model without offload, with some units offloaded, and with all of them.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/offload.py --out benchmarks/results/offload.json
     torchrun --standalone --nproc-per-node 2 benchmarks/offload.py --device cpu --work tiny --rounds 2 --turns 1
@@ -6,9 +6,9 @@
 Models take turns within each round, so that a busy host hits all alike. A round's figure is the median of its steps,
 and its ratio that to the same round's model without offload; the table has medians over rounds, quartiles in brackets.
 Parts of the device are of what all masters, gradients and AdamW's state take there. "Optimizer" is the host's time in
-the optimizer's step alone. The optimizer is torch's fused AdamW, whose parked part the host's threads update: torchrun
-lets a process have one, so ``--threads`` sets them. On the CPU, host and device are one: a trial run, which says
-nothing.
+the optimizer's step alone. The optimizer is torch's fused AdamW, whose offloaded part the host's threads update:
+torchrun lets a process have one, so ``--threads`` sets them. On the CPU, host and device are one: a trial run, which
+says nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Case:
 
 
 @dataclass
-class ParkedStep:
+class OffloadedStep:
     """A step, and how long the host was in the optimizer."""
 
     model: nn.Module
@@ -72,8 +72,8 @@ class Run:
     """A model while it is there, and its figures."""
 
     case: Case
-    step: ParkedStep | None = None
-    parked: int = 0
+    step: OffloadedStep | None = None
+    offloaded: int = 0
     units: int = 0
     medians: list[float] = field(default_factory=list)
     optimizer: list[float] = field(default_factory=list)
@@ -107,7 +107,7 @@ def cases_of(workload: Workload, world_size: int, asked: Sequence[str] | None) -
     return [case for case in cases if case.name in asked or case.name == _NONE]
 
 
-def build(case: Case, site: Site) -> ParkedStep:
+def build(case: Case, site: Site) -> OffloadedStep:
     """The model, sharded from the meta device with its first values, and AdamW over it."""
     model = meta_model(site.workload)
     config = polyshard.ShardConfig(
@@ -117,7 +117,7 @@ def build(case: Case, site: Site) -> ParkedStep:
         device=site.device,
     )
     polyshard.shard(model, config, initializer=initializer(model))
-    return ParkedStep(model, adamw(polyshard.flat_parameters(model)))
+    return OffloadedStep(model, adamw(polyshard.flat_parameters(model)))
 
 
 class Benchmark:
@@ -146,7 +146,7 @@ class Benchmark:
         before = self._memory.allocated()
         run.step = build(run.case, self._site)
         report = polyshard.report(run.step.model)
-        run.parked, run.units = len(report.parked), report.units
+        run.offloaded, run.units = len(report.offloaded), report.units
         for index in range(_WARMUP):
             # Of a step behind those in which buffers, and the optimizer's state, are made.
             self._memory.reset_peaks()
@@ -156,7 +156,7 @@ class Benchmark:
             run.resident_gib, run.peak_gib = after - before, peaks[0] - before
 
     def _round(self, number: int) -> None:
-        # What comes behind a parked step finds the host's caches full.
+        # What comes behind an offloaded step finds the host's caches full.
         for run in [each for each in turned(self.runs, number) if each.step is not None]:
             with self._or_drop(run), together(self._ranks):
                 assert run.step is not None
@@ -189,7 +189,7 @@ class Benchmark:
         base = self.runs[0].medians
         rows = []
         for run in self.runs:
-            row: dict[str, Any] = {"case": run.case.name, "parked": run.parked, "units": run.units}
+            row: dict[str, Any] = {"case": run.case.name, "parked": run.offloaded, "units": run.units}
             if run.error or not run.medians:
                 rows.append(row | {"error": run.error or "no round was made"})
                 continue
@@ -204,17 +204,17 @@ class Benchmark:
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """The lines of a table for people."""
-    yield "| stays | units parked | step, ms | over none | optimizer, ms | between steps, GiB | peak, GiB | loss |"
+    yield "| stays | units offloaded | step, ms | over none | optimizer, ms | between steps, GiB | peak, GiB | loss |"
     yield "|---" * 8 + "|"
     for row in rows:
-        parked = f"{row['parked']} of {row['units']}"
+        offloaded = f"{row['parked']} of {row['units']}"
         if "error" in row:
-            yield f"| {row['case']} | {parked} | {row['error'].splitlines()[0][:80]} | | | | | |"
+            yield f"| {row['case']} | {offloaded} | {row['error'].splitlines()[0][:80]} | | | | | |"
             continue
         ratio = row.get("over_none")
         over = "" if ratio is None else f"{ratio['median']:.2f} ({ratio['q1']:.2f} to {ratio['q3']:.2f})"
         yield (
-            f"| {row['case']} | {parked} | {row['step_ms']['median']:.1f} | {over} | "
+            f"| {row['case']} | {offloaded} | {row['step_ms']['median']:.1f} | {over} | "
             f"{row['optimizer_ms']['median']:.1f} | {row.get('resident_gib', '')} | {row.get('peak_gib', '')} | "
             f"{row['loss']:.4f} |"
         )

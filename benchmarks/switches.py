@@ -98,10 +98,10 @@ _GRADIENT_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 def _no_places() -> AbstractContextManager[None]:
     from polyshard.runtime.streams import CudaStreams
 
-    def here(self: CudaStreams) -> None:
+    def current(self: CudaStreams) -> None:
         return None
 
-    return _replaced((CudaStreams, "here", here))
+    return _replaced((CudaStreams, "current", current))
 
 
 def _no_kernel() -> AbstractContextManager[None]:

@@ -94,7 +94,7 @@ class _Noting(Int8):
 
 
 def bytes_of(workload: Workload, world_size: int) -> dict[str, Any]:
-    """Bytes of one gather of each unit, by the caster's answers, without memory for the model."""
+    """Bytes of one gather of each unit, by the precision plugin's answers, without memory for the model."""
     model, device = meta_model(workload), torch.device("meta")
     caster = _Noting(PluginContext("int8", device))
     collectives = FakeCollectives(PluginContext("fake", device), 0, world_size)

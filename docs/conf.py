@@ -10,7 +10,7 @@ from typing import Any
 
 _ROOT = Path(__file__).parents[1]
 # The checkout's modules, whatever else is installed.
-_FOLDERS = ("core", "backends", "policies", "plugins", "faces", "integrations", "tools", "testing")
+_FOLDERS = ("core", "backends", "policies", "plugins", "drop_ins", "integrations", "tools", "testing")
 sys.path[:0] = [str(_ROOT / folder) for folder in _FOLDERS]
 
 from polyshard import __version__  # noqa: E402
@@ -47,7 +47,7 @@ _UNNAMED = (
     r"polyshard_lightning\.(fabric\.ShardedModule|common\.Strategy)",
     r"polyshard_tools\.forecast\.(memory|recording|timing)\..*",
     r"polyshard_testing\.(plugin|ranks)\..*",
-    r"polyshard_plugins\.(block_scaled\.BlockScaled|offload\.ParkingRule|precision\.Configured)",
+    r"polyshard_plugins\.(block_scaled\.BlockScaled|offload\.OffloadRule|precision\.Configured)",
     r"polyshard_policies\.(division\..*|functions\.RecursivePolicy)",
 )
 nitpick_ignore_regex.append(("py:(class|obj)", "|".join(_UNNAMED)))

@@ -20,7 +20,7 @@ PICTURE = Path(__file__).with_name("rooms.svg")
 #: From top to bottom, each room with its folders and files. A room imports only rooms below it.
 ROOMS = {
     "tools": ("tools/polyshard_tools",),
-    "faces": ("faces",),
+    "drop_ins": ("drop_ins",),
     "integrations": ("integrations",),
     "testing": ("testing/polyshard_testing",),
     "plugins": ("backends", "policies", "plugins"),

@@ -218,7 +218,7 @@ class RankFailedError(PolyshardError, RuntimeError):
 
 
 class PolyshardDeprecationWarning(FutureWarning):
-    """Something of polyshard's public face will be gone in a later version.
+    """Something of polyshard's public API will be gone in a later version.
 
     A ``FutureWarning``, since Python hides a ``DeprecationWarning`` unless the program's own file caused it. What uses
     polyshard mostly is a module that a script imports, or a package of plugins, and there is one release to notice.

@@ -1,6 +1,6 @@
-"""The one way to extend the engine: what faces such as ``polyshard_fsdp`` subclass, call and hold.
+"""The one way to extend the engine: what drop-ins such as ``polyshard_fsdp`` subclass, call and hold.
 
-A face has a wrapper and an API of its own over the engine. It subclasses ``Unit`` (parameters gathered together),
+A drop-in has a wrapper and an API of its own over the engine. It subclasses ``Unit`` (parameters gathered together),
 ``ModuleState`` and ``ForwardHooks`` (a module in a step), ``Root`` (begin and end of a step), ``ExecutionOrder``
 (prefetching), ``Gradients`` and ``ReductionInput`` (which gradients are reduced), ``UnitRanks`` (how they are reduced),
 ``Bindings`` and ``HeldParameters`` (what modules and optimizers hold), ``GatheredParameters``

@@ -103,8 +103,8 @@ class PipelineStage(torch_pipelining.PipelineStage):
             )
         root = outermost_root(module, "PipelineStage()")
         self._root, self.gathers = root, _gathers_of(gathers)
-        is_faced = isinstance(module, FSDPModule)
-        if is_faced and self.gathers is Gathers.MICROBATCH:
+        is_drop_in = isinstance(module, FSDPModule)
+        if is_drop_in and self.gathers is Gathers.MICROBATCH:
             raise UnsupportedError(
                 f"Stage {stage_index} (rank {root.rank}) was sharded by fully_shard, whose modules torch's schedules "
                 "gather themselves, once for all microbatches. Leave gathers out, or shard it with polyshard.shard."

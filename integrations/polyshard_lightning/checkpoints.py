@@ -135,7 +135,7 @@ def whole_model_state(module: nn.Module) -> dict[str, Any]:
     whole: dict[str, Any] = {}
     for name, value in module.state_dict().items():
         if isinstance(value, DTensor):
-            # Where parameters are parked, ranks speak beside them.
+            # Where parameters are offloaded, ranks speak beside them.
             shown: Any = value.detach().to(value.device_mesh.device_type)
             value = shown.full_tensor()
         if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Casters whose gathers carry eight bits an element, with a scale for every block of elements."""
+"""Precision plugins whose gathers carry eight bits an element, with a scale for every block of elements."""
 
 from __future__ import annotations
 

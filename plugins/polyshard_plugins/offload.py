@@ -28,7 +28,7 @@ class NoOffload(OffloadManager):
     """``none``: masters and gradients stay where the unit computes."""
 
     api_version = 1
-    capabilities = OffloadCapabilities(parks=False)
+    capabilities = OffloadCapabilities(offloads=False)
 
     def __init__(self, context: PluginContext) -> None:
         del context
@@ -79,7 +79,7 @@ class CpuOffload(OffloadManager):
     """
 
     api_version = 1
-    capabilities = OffloadCapabilities(parks=True, awaits_gradients=True)
+    capabilities = OffloadCapabilities(offloads=True, awaits_gradients=True)
 
     def __init__(self, context: PluginContext, pin_memory: bool = True) -> None:
         """``pin_memory``: use page-locked host memory where the device is a CUDA device.
@@ -195,14 +195,15 @@ class CpuOffload(OffloadManager):
 
 
 class _Around(OffloadManager):
-    """Asks another manager, which parks."""
+    """Asks another manager, which offloads."""
 
     def __init__(self, context: PluginContext, inner: Any) -> None:
-        """Raises ``ConfigError`` for an ``inner`` that parks nothing."""
+        """Raises ``ConfigError`` for an ``inner`` that offloads nothing."""
         self._inner = context.construct(Group.OFFLOAD, inner)
-        if not self._inner.capabilities.parks:
+        if not self._inner.capabilities.offloads:
             raise ConfigError(
-                f"inner of offload {context.name!r} is {inner!r}, which parks nothing. Name a manager that does: 'cpu'."
+                f"inner of offload {context.name!r} is {inner!r}, which offloads nothing. "
+                "Name a manager that does: 'cpu'."
             )
 
     @property
@@ -211,8 +212,8 @@ class _Around(OffloadManager):
         return self._inner.capabilities
 
     @override
-    def units_to_park(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
-        return self._inner.units_to_park(units)
+    def units_to_offload(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
+        return self._inner.units_to_offload(units)
 
     @override
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
@@ -240,17 +241,17 @@ class _Around(OffloadManager):
 
 
 class OptimizerOffload(_Around):
-    """``optimizer``: another manager parks masters and gradients; the device keeps what it computes from.
+    """``optimizer``: another manager offloads masters and gradients; the device keeps what it computes from.
 
-    That is a copy of each parked unit's own slice, in the compute dtype. The first gather of a forward makes it anew,
-    all others of that forward and its backward read it: an optimizer may step behind them. ``begin_forward`` of the
-    contract says why it serves no further forward.
+    That is a copy of each offloaded unit's own slice, in the compute dtype. The first gather of a forward makes it
+    anew, all others of that forward and its backward read it: an optimizer may step behind them. ``begin_forward`` of
+    the contract says why it serves no further forward.
     """
 
     api_version = 1
 
     def __init__(self, context: PluginContext, inner: Any = "cpu") -> None:
-        """``inner``: the manager that parks: a name, or a table of a name and options."""
+        """``inner``: the manager that offloads them: a name, or a table of a name and options."""
         super().__init__(context, inner)
         self._kept = KeptSlices()
 
@@ -273,7 +274,7 @@ class OptimizerOffload(_Around):
 
 
 class PartialOffload(_Around):
-    """``partial``: parks some units with another manager; the engine serves the others as if there were none."""
+    """``partial``: offloads some units with another manager; the engine serves the others as if there were none."""
 
     api_version = 1
 
@@ -285,15 +286,15 @@ class PartialOffload(_Around):
         state_factor: float | None = None,
         inner: Any = "cpu",
     ) -> None:
-        """Options. One of ``units`` and ``device_bytes`` says which units are parked.
+        """Options. One of ``units`` and ``device_bytes`` says which units are offloaded.
 
-        ``units``: shell patterns of the names of modules whose units are parked; see ``ByPattern``.
+        ``units``: shell patterns of the names of modules whose units are offloaded; see ``ByPattern``.
         ``device_bytes``: bytes of each rank's device for the units that stay, as an int or text such as ``"4 GiB"``:
-        masters, gradients and the optimizer's state. The rest is parked; see ``ByBudget``. Counted anew in each call of
-        ``shard`` and ``fully_shard``.
+        masters, gradients and the optimizer's state. The rest is offloaded; see ``ByBudget``. Counted anew in each call
+        of ``shard`` and ``fully_shard``.
         ``state_factor``: bytes of the optimizer's state for each byte of master, for ``device_bytes``: 2 (AdamW) where
         it is left out.
-        ``inner``: the manager that parks: a name, or a table of a name and options.
+        ``inner``: the manager that offloads them: a name, or a table of a name and options.
 
         Raises ``ConfigError`` for values that these cannot take.
         """
@@ -301,8 +302,8 @@ class PartialOffload(_Around):
         super().__init__(context, inner)
 
     @override
-    def units_to_park(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
-        return super().units_to_park(self._rule.parked(units))
+    def units_to_offload(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
+        return super().units_to_offload(self._rule.offloaded(units))
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +318,7 @@ class ByPattern:
     where: str
     """The setting, in messages."""
 
-    def parked(self, units: Sequence[UnitSpec]) -> tuple[UnitSpec, ...]:
+    def offloaded(self, units: Sequence[UnitSpec]) -> tuple[UnitSpec, ...]:
         """Those of ``units`` that leave the device. Raises ``ConfigError`` where a pattern matches no unit."""
         names = {unit: unit.module_name or "(root)" for unit in units}
         for pattern in self.patterns:
@@ -339,7 +340,7 @@ class ByPattern:
 class ByBudget:
     """All units but those that fit into ``nbytes`` of the device, taken in the order of the model.
 
-    A unit that no longer fits is parked, and a smaller one behind it may stay. One that stays takes, on each rank,
+    A unit that no longer fits is offloaded, and a smaller one behind it may stay. One that stays takes, on each rank,
 
         shard_numel * itemsize * (1 + 1 + state_factor)
 
@@ -349,17 +350,17 @@ class ByBudget:
     nbytes: int
     state_factor: float
 
-    def parked(self, units: Sequence[UnitSpec]) -> tuple[UnitSpec, ...]:
+    def offloaded(self, units: Sequence[UnitSpec]) -> tuple[UnitSpec, ...]:
         """Those of ``units`` that leave the device, in their order."""
-        left, parked = float(self.nbytes), []
+        left, offloaded = float(self.nbytes), []
         for unit in units:
             tensors = 2 + self.state_factor if unit.trained else 1
             nbytes = unit.shard_numel * unit.master_dtype.itemsize * tensors
             if nbytes <= left:
                 left -= nbytes
             else:
-                parked.append(unit)
-        return tuple(parked)
+                offloaded.append(unit)
+        return tuple(offloaded)
 
 
 class KeptSlices:
@@ -411,18 +412,18 @@ def _rule(
     if patterns and device_bytes is not None:
         raise ConfigError(
             f"{where} has both units and device_bytes, which may mean different units. Give the patterns of what is "
-            "parked, or the bytes that stay."
+            "offloaded, or the bytes that stay."
         )
     if device_bytes is not None:
         return _budget(device_bytes, _ADAMW_STATES if state_factor is None else state_factor, where)
     if not patterns:
         raise ConfigError(
-            f"{where} does not say what is parked. Give units = ['blocks.*'], patterns of the names of modules, or "
-            "device_bytes = '4 GiB', what may stay on the device. To park everything, choose 'cpu'."
+            f"{where} does not say what is offloaded. Give units = ['blocks.*'], patterns of the names of modules, or "
+            "device_bytes = '4 GiB', what may stay on the device. To offload everything, choose 'cpu'."
         )
     if state_factor is not None:
         raise ConfigError(
-            f"state_factor of {where} is {state_factor!r}, which changes nothing where units says what is parked. "
+            f"state_factor of {where} is {state_factor!r}, which changes nothing where units says what is offloaded. "
             "Leave it out."
         )
     return ByPattern(patterns, f"units of {where}")

@@ -1,4 +1,4 @@
-"""The precision casters of plain casts, their settings, and the casts of inputs and outputs."""
+"""The precision plugins of plain casts, their settings, and the casts of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class PrecisionSettings:
 
 
 class Configured(PrecisionCaster):
-    """A caster whose answers follow from settings, one for all units unless a subclass has more."""
+    """A precision plugin whose answers follow from settings, one for all units unless a subclass has more."""
 
     def __init__(
         self,

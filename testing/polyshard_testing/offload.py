@@ -63,26 +63,26 @@ class OffloadSuite(LocalPluginSuite):
             suffix=suffix,
         )
 
-    def test_parked_units_are_some_of_those_given(self) -> None:
+    def test_offloaded_units_are_some_of_those_given(self) -> None:
         units = tuple(self.unit(6, name=name) for name in ("blocks.0", "blocks.1", "blocks.2"))
         with as_rank(0):
             manager = self.make()
-            first = self._parked(manager, units)
-            again = self._parked(manager, units)
+            first = self._offloaded(manager, units)
+            again = self._offloaded(manager, units)
         with as_rank(1):
-            other = self._parked(self.make(), units)
+            other = self._offloaded(self.make(), units)
         assert first == again
         assert first == other
 
-    def _parked(self, manager: OffloadManager, units: Sequence[UnitSpec]) -> list[str]:
+    def _offloaded(self, manager: OffloadManager, units: Sequence[UnitSpec]) -> list[str]:
         try:
-            parked = list(manager.units_to_park(units))
+            offloaded = list(manager.units_to_offload(units))
         except ConfigError as error:
             # Options need not fit this model.
             return [str(error)]
-        assert set(parked) <= set(units)
-        assert len(set(parked)) == len(parked)
-        return [unit.name for unit in parked]
+        assert set(offloaded) <= set(units)
+        assert len(set(offloaded)) == len(offloaded)
+        return [unit.name for unit in offloaded]
 
     @pytest.mark.parametrize("numel", [0, 1, 1000])
     @pytest.mark.parametrize("dtype", _FLOATS, ids=str)
@@ -92,7 +92,7 @@ class OffloadSuite(LocalPluginSuite):
         master = manager.place(self.unit(numel, dtype), shard.clone())
         _assert_usable(master, numel, dtype)
         assert master.tolist() == shard.tolist()
-        if not manager.capabilities.parks:
+        if not manager.capabilities.offloads:
             assert master.device == shard.device
 
     @pytest.mark.parametrize("compute", _FLOATS, ids=str)

@@ -1,4 +1,4 @@
-"""The conformance suite for precision casters."""
+"""The conformance suite for precision plugins."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PrecisionSuite(LocalPluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``; override ``device`` to test on another one.
 
     Every rule of ``polyshard.interfaces.PrecisionCaster``; then a few steps, and an evaluation, of a small fp32 model
-    sharded with the caster over two ranks, compared with those of the unsharded model.
+    sharded with the precision plugin over two ranks, compared with those of the unsharded model.
     """
 
     group = Group.PRECISION
@@ -54,22 +54,23 @@ class PrecisionSuite(LocalPluginSuite):
     """Largest difference that the output and the gradients of a layer that computes with bytes (``forms``) may have
     from those of its weight, as a share of the largest."""
     training_tolerance: float = 0.1
-    """Largest difference that computing in the caster's dtypes may make of parameters after three steps, as a share of
-    the largest change, and of a forward's output, as a share of the largest. Where it computes in fp32, 1e-5 holds."""
+    """Largest difference that computing in the precision plugin's dtypes may make of parameters after three steps, as a
+    share of the largest change, and of a forward's output, as a share of the largest. Where it computes in fp32, 1e-5
+    holds."""
 
     @override
     def make(self) -> PrecisionCaster:
-        """A newly constructed caster."""
+        """A newly constructed precision plugin."""
         raise NotImplementedError(f"{type(self).__name__} must override make()")
 
     def units(self) -> Sequence[UnitSpec]:
-        """The units that the caster is asked about."""
+        """The units that the precision plugin is asked about."""
         small = [
             self._unit(name, module_class, master_dtype, _SHARDS[(index + place) % len(_SHARDS)])
             for index, (name, module_class) in enumerate(zip(("", "layers.0", "norm"), _MODULES, strict=True))
             for place, master_dtype in enumerate(_FLOATS)
         ]
-        # A caster may leave small units alone.
+        # A precision plugin may leave small units alone.
         return [*small, self._unit("layers.2", torch.nn.Linear, torch.float32, _LARGE_SHARD)]
 
     def _unit(
@@ -188,7 +189,7 @@ class PrecisionSuite(LocalPluginSuite):
             values = self._values(dtype).requires_grad_()
             _assert_ones_come_back(values, cast(values), unit)
 
-    def test_wires_are_multiples_of_16_bytes_of_a_caster_that_encodes(self) -> None:
+    def test_wires_are_multiples_of_16_bytes_of_a_plugin_that_encodes(self) -> None:
         caster = self.make()
         for unit, spec in self._wires(caster):
             assert isinstance(spec, WireSpec), _about(unit)
@@ -331,7 +332,7 @@ class PrecisionSuite(LocalPluginSuite):
         return [*alone, *(answers[::-1] if backwards else answers)]
 
     def _formed(self, ranks: int) -> Iterator[_FormedGather]:
-        """The weights of a buffer, of a caster that lets linear layers compute with bytes."""
+        """The weights of a buffer, of a precision plugin that lets linear layers compute with bytes."""
         caster, unit = self.make(), self._unit("layers.0", torch.nn.Linear, torch.float32, _FORMED_SHARDS[ranks])
         layers = [torch.nn.Linear(columns, rows, device=self.device) for rows, columns in _WEIGHTS]
         if all(caster.forms(unit, layer, f"layers.0.{index}") for index, layer in enumerate(layers)):
@@ -346,7 +347,7 @@ class PrecisionSuite(LocalPluginSuite):
         return torch.tensor([0.5, -2.0, 3.0], dtype=dtype, device=self.device)
 
     def _casts(self, method: str) -> Iterator[tuple[UnitSpec, Any]]:
-        """Units with the casts that ``method`` of a new caster answers."""
+        """Units with the casts that ``method`` of a new precision plugin answers."""
         caster = self.make()
         casts = ((unit, getattr(caster, method)(unit)) for unit in self.units())
         return ((unit, cast) for unit, cast in casts if cast is not None)
@@ -358,7 +359,7 @@ class PrecisionSuite(LocalPluginSuite):
                 yield unit, spec
 
     def _prepared(self, ranks: int) -> PrecisionCaster:
-        """A new caster, before the gathers of a forward."""
+        """A new precision plugin, before the gathers of a forward."""
         caster = self.make()
         if caster.capabilities.encodes:
             caster.prepare(self.units(), _pretended(ranks, self.device))

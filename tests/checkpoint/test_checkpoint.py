@@ -312,7 +312,7 @@ def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(tmp_path: Path) -> N
 
 
 class Counting(Unchanged):
-    """A caster with something to remember."""
+    """A precision plugin with something to remember."""
 
     def __init__(self) -> None:
         self.amax = 0.0

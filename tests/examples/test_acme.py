@@ -159,7 +159,7 @@ def test_the_installed_example_trains_by_name(trained: dict[str, Any]) -> None:
     expected = reference(ranks=2, mixed=True)
     for whole in (first["parameters"], second["parameters"]):
         torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-6)
-    # Without the caster the numbers would be others.
+    # Without the precision plugin the numbers would be others.
     exact = reference(ranks=2, mixed=False)
     assert not torch.allclose(expected["head.weight"], exact["head.weight"], rtol=1e-4, atol=1e-4)
     assert "layers.2" in first["kept"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_models import (
-    FACES,
     OURS,
+    PACKAGES,
     Words,
     as_unsharded,
     as_whole,
@@ -55,15 +55,15 @@ def gradients(held: Held) -> dict[str, torch.Tensor | None]:
 
 def alike(run: Callable[[ModuleType], list[Any]]) -> None:
     """What ``run`` told, at each moment, is the same of FSDP2 and of ours."""
-    theirs, ours = (run(face) for face in FACES)
+    theirs, ours = (run(package) for package in PACKAGES)
     assert len(ours) == len(theirs)
     for mine, its in zip(ours, theirs, strict=True):
         same(mine, its, **EXACT)
 
 
 def _accumulates(rank: int, mesh: tuple[int, ...], setters: tuple[str, ...], chosen: str, settings: Any) -> None:
-    def run(face: ModuleType) -> list[Any]:
-        model: Any = shard_all(face, make(), cpu_mesh(*mesh), **settings)
+    def run(package: ModuleType) -> list[Any]:
+        model: Any = shard_all(package, make(), cpu_mesh(*mesh), **settings)
         held, optimizer = held_in(model), torch.optim.SGD(model.parameters(), lr=0.1)
         told: list[Any] = []
         for start in (1, 2):
@@ -116,8 +116,8 @@ def test_over_replicas_of_one_shard(ranks: KeptRanks) -> None:
 def reductions_then_sums(rank: int) -> None:
     """Over shards alone, not at all, and over everything: all is in the last sum."""
 
-    def run(face: ModuleType) -> list[Any]:
-        model: Any = shard_all(face, make(), cpu_mesh(2, 2))
+    def run(package: ModuleType) -> list[Any]:
+        model: Any = shard_all(package, make(), cpu_mesh(2, 2))
         held = held_in(model)
         told: list[Any] = []
         for number, words in enumerate(batches(4)):
@@ -143,8 +143,8 @@ def the_mean_of_sums(rank: int) -> None:
     same(gradients(held), averaged(plain), **EXACT)
 
 
-def _ended_by_hand(face: ModuleType) -> list[Any]:
-    model: Any = shard_all(face, make())
+def _ended_by_hand(package: ModuleType) -> list[Any]:
+    model: Any = shard_all(package, make())
     held, told = held_in(model), list[Any]()
     model.set_manual_backward_finalization(True)
     assert model.finalize_backward() is None
@@ -161,7 +161,7 @@ def _ended_by_hand(face: ModuleType) -> list[Any]:
         if synchronises:
             loss_of(model, words).backward()
         handle = model.finalize_backward(async_op=True)
-        assert isinstance(handle, face.GradientReductionHandle)
+        assert isinstance(handle, package.GradientReductionHandle)
         with pytest.raises(RuntimeError, match="previous gradient reduction must be waited on before finalizing"):
             model.finalize_backward()
         handle.wait()
@@ -195,7 +195,7 @@ def _ended_by_hand(face: ModuleType) -> list[Any]:
 
 def backwards_that_the_caller_ends(rank: int) -> None:
     """As pipelines of torch 2.15 do; older FSDP2 has no such calls."""
-    told = [_ended_by_hand(face) for face in FACES if hasattr(face.FSDPModule, "finalize_backward")]
+    told = [_ended_by_hand(package) for package in PACKAGES if hasattr(package.FSDPModule, "finalize_backward")]
     for mine, its in zip(told[-1], told[0], strict=True):
         same(mine, its, **EXACT)
 
@@ -244,7 +244,7 @@ def inputs_first_and_weights_later(rank: int) -> None:
         square_of(model, x).backward()
         means = [each.grad.full_tensor() for each in model.parameters()]
         model.zero_grad()
-        plain: Any = parallel(FACES[0], 2)
+        plain: Any = parallel(PACKAGES[0], 2)
         square_of(plain, x).backward()
         same(means, [each.grad.full_tensor() for each in plain.parameters()], **EXACT)
 
@@ -351,16 +351,16 @@ def sums_behind_a_reduction_in_flight(rank: int) -> None:
 def sums_in_the_dtype_of_reductions(rank: int) -> None:
     """bf16 travels where one backward is reduced; a sum of several is in fp32, and travels so."""
 
-    def run(face: ModuleType) -> list[Any]:
-        policy = face.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        model: Any = shard_all(face, make(dtype=torch.float32), mp_policy=policy)
+    def run(package: ModuleType) -> list[Any]:
+        policy = package.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model: Any = shard_all(package, make(dtype=torch.float32), mp_policy=policy)
         held = held_in(model)
         for number, words in enumerate(batches(4)):
             model.set_requires_gradient_sync(number == 3)
             loss_of(model, words).backward()
         return [gradients(held)]
 
-    theirs, ours = (run(face)[0] for face in FACES)
+    theirs, ours = (run(package)[0] for package in PACKAGES)
     # The order of fp32 additions; bf16 would be 4e-3.
     same(ours, theirs, rtol=1e-5, atol=1e-7)
 

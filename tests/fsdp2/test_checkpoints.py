@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp2_models import FACES, OURS, inputs, parallel, same, square_of
+from fsdp2_models import OURS, PACKAGES, inputs, parallel, same, square_of
 from parity import chain, draw
 from polyshard import checkpoint
 from polyshard import state as states
@@ -40,9 +40,9 @@ def by_columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim > 1 else None
 
 
-def made(face: ModuleType, cut: str, seed: int, steps: int = 0, flat: bool = False) -> Made:
+def made(package: ModuleType, cut: str, seed: int, steps: int = 0, flat: bool = False) -> Made:
     _, mesh, columns = CUTS[cut]
-    model = parallel(face, *mesh, seed=seed, **({"shard_placement_fn": by_columns} if columns else {}))
+    model = parallel(package, *mesh, seed=seed, **({"shard_placement_fn": by_columns} if columns else {}))
     optimizer = torch.optim.AdamW(polyshard.flat_parameters(model) if flat else model.parameters(), lr=1e-2)
     for x in inputs(model, steps) if steps else ():
         square_of(model, x).backward()
@@ -98,7 +98,7 @@ def test_between_cuts(ranks: KeptRanks, tmp_path: Path, one: str, other: str) ->
 
 
 def saved_by_torch(rank: int, cut: str, folder: str) -> dict[str, Any]:
-    model, optimizer = made(FACES[0], cut, seed=1, steps=2)
+    model, optimizer = made(PACKAGES[0], cut, seed=1, steps=2)
     one, other = get_state_dict(model, optimizer)
     dcp.save({"model": one, "optimizer": other}, checkpoint_id=f"{folder}/stock")
     return whole(model, optimizer)
@@ -112,7 +112,7 @@ def carried(rank: int, cut: str, folder: str, wanted: dict[str, Any]) -> None:
 
 
 def loaded_by_torch(rank: int, cut: str, folder: str, wanted: dict[str, Any]) -> None:
-    model, optimizer = made(FACES[0], cut, seed=2, steps=1)
+    model, optimizer = made(PACKAGES[0], cut, seed=2, steps=1)
     one, other = get_state_dict(model, optimizer)
     dcp.load({"model": one, "optimizer": other}, checkpoint_id=f"{folder}/ours/step-00000001")
     set_state_dict(model, optimizer, model_state_dict=one, optim_state_dict=other)

@@ -85,23 +85,23 @@ def _waits_for_replicas(model: Any) -> None:
     model.set_requires_all_reduce(True)
 
 
-def _made(face: ModuleType, settings: dict[str, Any]) -> Any:
+def _made(package: ModuleType, settings: dict[str, Any]) -> Any:
     """A model whose blocks and rest are sharded, and what ``settings`` leave of themselves."""
     settings = dict(settings)
     dtype, prepare = settings.pop("dtype", torch.float32), settings.pop("prepare", None)
     settings["mesh"] = cpu_mesh(*settings.pop("shape", ()))
     if "policy" in settings:
-        settings["mp_policy"] = face.MixedPrecisionPolicy(*settings.pop("policy"))
+        settings["mp_policy"] = package.MixedPrecisionPolicy(*settings.pop("policy"))
     return make(dtype=dtype), prepare, settings
 
 
-def _by_objects(face: ModuleType, settings: dict[str, Any]) -> Any:
-    model, prepare, settings = _made(face, settings)
+def _by_objects(package: ModuleType, settings: dict[str, Any]) -> Any:
+    model, prepare, settings = _made(package, settings)
     modules = _modules(model)
     gathers, reductions = [_Gathers() for _ in modules], [_Reductions() for _ in modules]
     for module, gather, reduction in zip(modules, gathers, reductions, strict=True):
         # Before the model around a block is sharded.
-        face.fully_shard(module, **settings)
+        package.fully_shard(module, **settings)
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(reduction)
     if prepare is not None:
@@ -143,11 +143,11 @@ def objects_beside_replicas(rank: int) -> None:
     )
 
 
-def _by_hooks(face: ModuleType, settings: dict[str, Any]) -> Any:
-    model, prepare, settings = _made(face, settings)
+def _by_hooks(package: ModuleType, settings: dict[str, Any]) -> Any:
+    model, prepare, settings = _made(package, settings)
     seen: list[list[torch.Tensor]] = []
     for module in _modules(model):
-        face.fully_shard(module, **settings)
+        package.fully_shard(module, **settings)
         theirs: list[torch.Tensor] = []
 
         def hook(reduced: torch.Tensor, its: list[torch.Tensor] = theirs) -> None:

@@ -30,10 +30,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
-def sharded(face: ModuleType, model: Net, *shape: int, **settings: Any) -> Net:
+def sharded(package: ModuleType, model: Net, *shape: int, **settings: Any) -> Net:
     mesh = cpu_mesh(*shape)
-    face.fully_shard(model.layer, mesh=mesh, **settings)
-    face.fully_shard(model, mesh=mesh, **settings)
+    package.fully_shard(model.layer, mesh=mesh, **settings)
+    package.fully_shard(model, mesh=mesh, **settings)
     return model
 
 
@@ -66,11 +66,11 @@ def shown(model: nn.Module) -> dict[str, Any]:
     return {name: inside(parameter) for name, parameter in model.named_parameters()}
 
 
-def trains_as_unsharded(face: ModuleType, *shape: int, **settings: Any) -> Any:
+def trains_as_unsharded(package: ModuleType, *shape: int, **settings: Any) -> Any:
     """Uneven rows, several dtypes, a frozen and a trained class, and plain parameters in each group."""
     model = Net()
     reference = Reference(copy.deepcopy(model))
-    found = shown(sharded(face, model, *shape, **settings))
+    found = shown(sharded(package, model, *shape, **settings))
     losses = trained(model)
     torch.testing.assert_close(losses, trained(reference), rtol=1e-12, atol=0.0)
     model(torch.ones(1, IN, dtype=torch.float64)).sum().backward()
@@ -78,36 +78,36 @@ def trains_as_unsharded(face: ModuleType, *shape: int, **settings: Any) -> Any:
     return found, losses, gradients, shown(model)
 
 
-def keeps_whole(face: ModuleType) -> Any:
-    return trains_as_unsharded(face, reshard_after_forward=False)
+def keeps_whole(package: ModuleType) -> Any:
+    return trains_as_unsharded(package, reshard_after_forward=False)
 
 
-def over_replicas(face: ModuleType) -> Any:
-    return trains_as_unsharded(face, 2, 2)
+def over_replicas(package: ModuleType) -> Any:
+    return trains_as_unsharded(package, 2, 2)
 
 
-def state_dicts_keep_the_class(face: ModuleType) -> Any:
-    model = sharded(face, Net())
+def state_dicts_keep_the_class(package: ModuleType) -> Any:
+    model = sharded(package, Net())
     trained(model)
     state = model.state_dict()
     found = {name: inside(value) for name, value in state.items()}
     seed_all(1)
-    other = sharded(face, Net())
+    other = sharded(package, Net())
     answer = other.load_state_dict(state)
     assert (answer.missing_keys, answer.unexpected_keys) == ([], [])
     alike(shown(other), shown(model))
-    for each in (other, sharded(face, Net())):
+    for each in (other, sharded(package, Net())):
         each.load_state_dict(state, assign=True)
         alike(shown(each), shown(model))
     return found, trained(other)
 
 
-def torch_checkpoints(face: ModuleType) -> Any:
+def torch_checkpoints(package: ModuleType) -> Any:
     """Those of ``torch.distributed.checkpoint``, which reads classes that the program names."""
-    model = sharded(face, Net())
+    model = sharded(package, Net())
     trained(model)
     seed_all(1)
-    other = sharded(face, Net())
+    other = sharded(package, Net())
     with TemporaryDirectory() as folder, torch.serialization.safe_globals([Pair, Rounded, getattr]):
         given = [folder]
         dist.broadcast_object_list(given)
@@ -120,20 +120,20 @@ def torch_checkpoints(face: ModuleType) -> Any:
     return shown(other)
 
 
-def meta_models(face: ModuleType) -> Any:
+def meta_models(package: ModuleType) -> Any:
     with torch.device("meta"):
         model = Net()
-    sharded(face, model)
+    sharded(package, model)
     found = [shown(model)]
     model.to_empty(device="cpu")
-    source = sharded(face, Net())
+    source = sharded(package, Net())
     model.load_state_dict(source.state_dict())
     return found, trained(model), shown(model)
 
 
-def calls_of_the_methods(face: ModuleType) -> Any:
+def calls_of_the_methods(package: ModuleType) -> Any:
     """Each gather asks once, and gives the parameter back that the first one made."""
-    model = sharded(face, Net(), mp_policy=face.MixedPrecisionPolicy(param_dtype=torch.float32))
+    model = sharded(package, Net(), mp_policy=package.MixedPrecisionPolicy(param_dtype=torch.float32))
     asked, told = [], []
     pre, post = Pair.fsdp_pre_all_gather, Pair.fsdp_post_all_gather
 
@@ -172,12 +172,12 @@ class Packed(nn.Module):
         return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
 
 
-def packed_parameters(face: ModuleType) -> Any:
+def packed_parameters(package: ModuleType) -> Any:
     """Plain ones of eight bits, and integers, beside trained ones that are cast."""
     found = []
     for dtype in (torch.uint8, torch.int8, torch.int32):
         model = Packed(dtype)
-        face.fully_shard(model, mesh=cpu_mesh(), mp_policy=face.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        package.fully_shard(model, mesh=cpu_mesh(), mp_policy=package.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         for _ in range(2):
             model(torch.ones(2, IN)).sum().backward()
         assert all(torch.equal(each, Packed(dtype).weight) for each in model.seen)
@@ -238,7 +238,7 @@ def refusals(rank: int) -> None:
             UnsupportedError,
             "reshard_after_forward=2 for 'down.weight', a Rounded",
         ),
-        (Rounded, {"offload_policy": CPUOffloadPolicy()}, UnsupportedError, "would park 'down.weight', a Rounded"),
+        (Rounded, {"offload_policy": CPUOffloadPolicy()}, UnsupportedError, "would offload 'down.weight', a Rounded"),
         (
             Rounded,
             {"shard_placement_fn": lambda each: Shard(1) if each.ndim == 2 and each.size(1) == 8 else None},

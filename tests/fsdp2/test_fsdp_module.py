@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2_models import (
-    FACES,
     OURS,
+    PACKAGES,
     WIDTH,
     as_whole,
     averaged,
@@ -43,17 +43,17 @@ from torch.utils.checkpoint import checkpoint
 def forward_methods(rank: int) -> None:
     x = torch.ones(2, WIDTH, dtype=torch.float64)
     expected = make().blocks[0].doubled(x)
-    for face in FACES:
-        model: Any = shard_all(face, make())
-        face.register_fsdp_forward_method(model.blocks[0], "doubled")
-        face.register_fsdp_forward_method(nn.Linear(1, 1), "nothing of ours")
+    for package in PACKAGES:
+        model: Any = shard_all(package, make())
+        package.register_fsdp_forward_method(model.blocks[0], "doubled")
+        package.register_fsdp_forward_method(nn.Linear(1, 1), "nothing of ours")
         same(model.blocks[0].doubled(x), expected)
         with pytest.raises(ValueError, match="does not have a method"):
-            face.register_fsdp_forward_method(model, "encode")
+            package.register_fsdp_forward_method(model, "encode")
 
 
-def _unshards(face: ModuleType, asynchronous: bool) -> Any:
-    model: Any = shard_all(face, make())
+def _unshards(package: ModuleType, asynchronous: bool) -> Any:
+    model: Any = shard_all(package, make())
     words, found = next(batches(1)), []
     for _ in range(2):
         block = model.blocks[0]
@@ -132,8 +132,8 @@ def a_loss_in_chunks_on_one_rank(rank: int) -> None:
 
 
 def modules_that_are_whole_already(rank: int) -> None:
-    def run(face: ModuleType) -> Any:
-        model: Any = shard_all(face, make(), reshard_after_forward=False)
+    def run(package: ModuleType) -> Any:
+        model: Any = shard_all(package, make(), reshard_after_forward=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         modules, told = [model, model.blocks[0], model.embedding], []
 
@@ -263,8 +263,8 @@ def what_a_recomputation_gathers_is_no_write(rank: int) -> None:
 
 
 def recovery_from_an_exception(rank: int) -> None:
-    def run(face: ModuleType) -> Any:
-        model: Any = shard_all(face, make())
+    def run(package: ModuleType) -> Any:
+        model: Any = shard_all(package, make())
 
         def fails(*_: object) -> None:
             raise ValueError("of the user")
@@ -306,11 +306,11 @@ def unused_parameters_get_zeros(rank: int) -> None:
         expected[name] /= 2
     plain.zero_grad()
     # FSDP2 has the method from torch 2.15 on.
-    for face in FACES if hasattr(FACES[0].FSDPModule, "set_reduce_scatter_unused_params") else (OURS,):
+    for package in PACKAGES if hasattr(PACKAGES[0].FSDPModule, "set_reduce_scatter_unused_params") else (OURS,):
         model: Any = copy.deepcopy(plain)
         for layer in model.layers:
-            face.fully_shard(layer, mesh=cpu_mesh())
-        face.fully_shard(model, mesh=cpu_mesh())
+            package.fully_shard(layer, mesh=cpu_mesh())
+        package.fully_shard(model, mesh=cpu_mesh())
         model.set_reduce_scatter_unused_params(True)
         for turn in (1, 2):
             model(x, rank == 0).square().sum().backward()
@@ -321,15 +321,15 @@ def unused_parameters_get_zeros(rank: int) -> None:
                     same(gradient.full_tensor(), turn * expected[name])
         model.zero_grad()
         model.set_reduce_scatter_unused_params(False)
-        if face is OURS:
+        if package is OURS:
             model(x, rank == 0).square().sum().backward()
             unused = {name for name, each in model.named_parameters() if each.grad is None}
             assert unused == {"layers.1.weight", "layers.1.bias", "unused"}
 
 
 def hints_change_no_number(rank: int) -> None:
-    def run(face: ModuleType) -> Any:
-        model: Any = shard_all(face, make())
+    def run(package: ModuleType) -> Any:
+        model: Any = shard_all(package, make())
         blocks = list(model.blocks)
         model.set_modules_to_forward_prefetch(blocks)
         blocks[1].set_modules_to_backward_prefetch([blocks[0]])
@@ -349,7 +349,7 @@ def hints_change_no_number(rank: int) -> None:
     both(run)
 
 
-def _gathers(face: ModuleType, sizes: Sequence[int], step: Callable[[], object]) -> list[int]:
+def _gathers(package: ModuleType, sizes: Sequence[int], step: Callable[[], object]) -> list[int]:
     """In which order ``step`` gathers, as the places in ``sizes`` of what comes of it."""
     found: list[int] = []
 
@@ -375,7 +375,7 @@ def _gathers(face: ModuleType, sizes: Sequence[int], step: Callable[[], object])
 
     patches = (
         [patch.object(GlooCollectives, each.__name__, each) for each in (all_gather, all_gather_many)]
-        if face is OURS
+        if package is OURS
         else [patch.object(dist, name, of_theirs)]
     )
     with contextlib.ExitStack() as stack:
@@ -385,17 +385,17 @@ def _gathers(face: ModuleType, sizes: Sequence[int], step: Callable[[], object])
     return found
 
 
-def _hinted(face: ModuleType) -> None:
+def _hinted(package: ModuleType) -> None:
     torch.manual_seed(0)
     layers = [[nn.Linear(4, 2 * width), nn.Linear(2 * width, 4)] for width in (1, 2, 4, 8, 16, 32)]
     blocks: Any = [nn.Sequential(*each).double() for each in layers]
     parts = [blocks[:1], blocks[1:2], blocks[2:3], blocks[3:5], blocks[5:]]
     sizes = [sum(parameter.numel() for block in part for parameter in block.parameters()) for part in parts]
     for part in parts:
-        face.fully_shard(part if len(part) > 1 else part[0], mesh=cpu_mesh(), reshard_after_forward=True)
+        package.fully_shard(part if len(part) > 1 else part[0], mesh=cpu_mesh(), reshard_after_forward=True)
     # Before the root is there, and behind.
     blocks[0].set_modules_to_forward_prefetch([blocks[2], blocks[1]])
-    model: Any = face.fully_shard(nn.Sequential(*blocks), mesh=cpu_mesh())
+    model: Any = package.fully_shard(nn.Sequential(*blocks), mesh=cpu_mesh())
     model.set_modules_to_forward_prefetch([blocks[0]])
     blocks[1].set_modules_to_forward_prefetch([blocks[5]])
     model.set_modules_to_backward_prefetch([blocks[5]])
@@ -408,19 +408,19 @@ def _hinted(face: ModuleType) -> None:
 
     for _ in range(3):
         # Blocks without hints gather what comes next in the recorded order.
-        assert _gathers(face, sizes, forward) == [0, 2, 1, 4, 3]
-        assert _gathers(face, sizes, losses.pop().backward) == [4, 2, 3, 0, 1]
+        assert _gathers(package, sizes, forward) == [0, 2, 1, 4, 3]
+        assert _gathers(package, sizes, losses.pop().backward) == [4, 2, 3, 0, 1]
     blocks[0].set_modules_to_forward_prefetch([blocks[1]])
     blocks[1].set_modules_to_forward_prefetch([blocks[3]])
-    assert _gathers(face, sizes, forward) == [0, 1, 3, 2, 4]
+    assert _gathers(package, sizes, forward) == [0, 1, 3, 2, 4]
     blocks[1].set_modules_to_forward_prefetch([])
     # Here what is left is one launch.
-    assert _gathers(face, sizes, forward) == ([0, 1] if face is OURS else [0, 1, 2, 3, 4])
+    assert _gathers(package, sizes, forward) == ([0, 1] if package is OURS else [0, 1, 2, 3, 4])
 
 
 def hints_say_what_is_gathered_next(rank: int) -> None:
-    for face in FACES:
-        _hinted(face)
+    for package in PACKAGES:
+        _hinted(package)
 
 
 def what_the_engine_decides_and_what_is_refused(rank: int) -> None:
@@ -448,8 +448,8 @@ def what_the_engine_decides_and_what_is_refused(rank: int) -> None:
 def whole_parameters_keep_their_memory(rank: int) -> None:
     """As of torch 2.15."""
 
-    def run(face: ModuleType) -> Any:
-        model: Any = shard_all(face, make())
+    def run(package: ModuleType) -> Any:
+        model: Any = shard_all(package, make())
         block, told = model.blocks[0], []
         block.set_keep_unsharded_storage(True)
         block.unshard()
@@ -466,7 +466,7 @@ def whole_parameters_keep_their_memory(rank: int) -> None:
         assert not kept.untyped_storage().nbytes()
         return told, wholes(model)
 
-    if hasattr(FACES[0].FSDPModule, "set_keep_unsharded_storage"):
+    if hasattr(PACKAGES[0].FSDPModule, "set_keep_unsharded_storage"):
         both(run)
     else:
         run(OURS)
@@ -506,14 +506,14 @@ def event_behind_the_optimizer(rank: int) -> None:
 
 
 def parameters_on_some_ranks(rank: int) -> None:
-    def run(face: ModuleType) -> Any:
-        model: Any = shard_all(face, make(), reshard_after_forward=2)
+    def run(package: ModuleType) -> Any:
+        model: Any = shard_all(package, make(), reshard_after_forward=2)
         told = train(model, 1)
         # Gathered by hand behind a forward, for its backward.
         loss = loss_of(model, next(batches(1)))
         shapes = {tuple(each.device_mesh.shape) for each in model.blocks[1].parameters()}
         # What is kept is not shown.
-        assert shapes == ({(4,)} if face is OURS else {(2, 2)})
+        assert shapes == ({(4,)} if package is OURS else {(2, 2)})
         model.blocks[1].unshard()
         same(as_whole(model.blocks[1].up.weight).shape, (4 * WIDTH + 1, WIDTH))
         loss.backward()
@@ -522,7 +522,7 @@ def parameters_on_some_ranks(rank: int) -> None:
         told += train(model, 1)
         # What is written behind a forward is in what is gathered next.
         loss_of(model, next(batches(1)))
-        if face is not OURS:
+        if package is not OURS:
             # What it shows is no part of the parameters.
             model.blocks[0].reshard()
         with torch.no_grad():
@@ -543,10 +543,10 @@ def parameters_on_some_ranks(rank: int) -> None:
     def by_columns(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if parameter.shape[1:] == (WIDTH,) else None
 
-    def run_columns(face: ModuleType) -> Any:
+    def run_columns(package: ModuleType) -> Any:
         # FSDP2 fails with a number there.
-        settings = {"shard_placement_fn": by_columns, "reshard_after_forward": 2 if face is OURS else True}
-        model = shard_all(face, make(), **settings)
+        settings = {"shard_placement_fn": by_columns, "reshard_after_forward": 2 if package is OURS else True}
+        model = shard_all(package, make(), **settings)
         return train(model, 2), wholes(model)
 
     both(run_columns)

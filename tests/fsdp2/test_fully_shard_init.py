@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2_models import (
-    FACES,
     OURS,
+    PACKAGES,
     WIDTH,
     Block,
     Words,
@@ -44,30 +44,30 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import Shard, distribute_tensor
 
 
-def modules_become_subclasses(face: ModuleType) -> Any:
+def modules_become_subclasses(package: ModuleType) -> Any:
     model = make()
-    assert face.fully_shard(model.blocks[0], mesh=cpu_mesh()) is model.blocks[0]
+    assert package.fully_shard(model.blocks[0], mesh=cpu_mesh()) is model.blocks[0]
     shard = model.blocks[0]
     # Torch's own class, for those who ask for that one: pipelines and trainers.
-    assert isinstance(shard, face.FSDPModule)
-    assert isinstance(shard, FACES[0].FSDPModule)
+    assert isinstance(shard, package.FSDPModule)
+    assert isinstance(shard, PACKAGES[0].FSDPModule)
     assert isinstance(shard, Block)
-    assert not isinstance(model.blocks[1], face.FSDPModule)
-    face.fully_shard(model.blocks[1])
+    assert not isinstance(model.blocks[1], package.FSDPModule)
+    package.fully_shard(model.blocks[1])
     assert type(model.blocks[1]) is type(shard)
-    assert face.fully_shard.state(shard) is not face.fully_shard.state(model.blocks[1])
+    assert package.fully_shard.state(shard) is not package.fully_shard.state(model.blocks[1])
     sequence = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    face.fully_shard(sequence, mesh=cpu_mesh())
+    package.fully_shard(sequence, mesh=cpu_mesh())
     assert type(sequence[:2]) is nn.Sequential
     assert len(sequence[:2]) == 2
-    nothing = face.fully_shard(nn.ReLU(), mesh=cpu_mesh())
-    assert isinstance(nothing, face.FSDPModule)
+    nothing = package.fully_shard(nn.ReLU(), mesh=cpu_mesh())
+    assert isinstance(nothing, package.FSDPModule)
     return type(shard).__name__, type(nothing).__name__, nothing(torch.ones(1))
 
 
-def refusals(face: ModuleType) -> None:
+def refusals(package: ModuleType) -> None:
     """Of the type and in the words that torch's own tests match. Ours leaves the model as it was."""
-    mesh, shard = cpu_mesh(), face.fully_shard
+    mesh, shard = cpu_mesh(), package.fully_shard
     odd = {"scalar": torch.tensor(1.0), "turned": torch.randn(3, 4).t()}
 
     def along(module: nn.Module, place: Callable[[nn.Parameter], Shard]) -> None:
@@ -77,7 +77,7 @@ def refusals(face: ModuleType) -> None:
         shard(module, mesh=init_device_mesh("cpu", shape))
 
     def cast_to(module: nn.Module, dtype: object) -> None:
-        policy = face.MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda _: dtype)
+        policy = package.MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda _: dtype)
         shard(module, mesh=mesh, mp_policy=policy)
 
     cases: list[tuple[type[Exception], str, Callable[[Any], object]]] = [
@@ -91,7 +91,7 @@ def refusals(face: ModuleType) -> None:
         (NotImplementedError, "uneven sharding on dim 1", lambda m: along(m, lambda p: Shard(p.ndim - 1))),
         (AssertionError, "Shard dim 1 is invalid for 1D", lambda m: along(m, lambda _: Shard(1))),
     ]
-    if "param_dtype_override_fn" in signature(face.MixedPrecisionPolicy).parameters:
+    if "param_dtype_override_fn" in signature(package.MixedPrecisionPolicy).parameters:
         # Of torch 2.15.
         cases += [
             (ValueError, "must return a torch.dtype or None but got", lambda m: cast_to(m, "bf16")),
@@ -104,14 +104,14 @@ def refusals(face: ModuleType) -> None:
                 setattr(model, name, nn.Parameter(value))
         with pytest.raises(kind, match=words.removesuffix(": turned")):
             call(model)
-        if face is FACES[0]:
+        if package is PACKAGES[0]:
             continue
         assert type(model) is Words
         for name in odd:
             model._parameters.pop(name, None)
         alike(copied(dict(model.named_parameters())), copied(dict(make().named_parameters())))
-        shard_all(face, model)
-    model = shard_all(face, make())
+        shard_all(package, model)
+    model = shard_all(package, make())
     before = loss_of(model, next(batches(1))).item()
     for again in (model, model.blocks[0]):
         with pytest.raises(AssertionError, match="composable distributed API can only be applied to a module once"):
@@ -121,18 +121,18 @@ def refusals(face: ModuleType) -> None:
     train(model, 1)
 
 
-def meta_model_in_a_forward(face: ModuleType) -> None:
+def meta_model_in_a_forward(package: ModuleType) -> None:
     with torch.device("meta"):
-        model = shard_all(face, Words().double())
+        model = shard_all(package, Words().double())
     names = [name for name, _ in model.named_parameters() if name.startswith(("norm", "head"))]
     with pytest.raises(RuntimeError, match=re.escape(f"still on meta device: {names}")):
         model(torch.zeros(1, 1, dtype=torch.long))
 
 
-def _meta(face: ModuleType, mesh: tuple[int, ...]) -> Any:
+def _meta(package: ModuleType, mesh: tuple[int, ...]) -> Any:
     """Placements before there is memory; ``to_empty``; values by methods, by loops, by hand; training."""
     with torch.device("meta"):
-        model = parallel(face, *mesh)
+        model = parallel(package, *mesh)
     found = [[each.is_meta, each.shape, each.to_local().shape, each.placements] for each in model.parameters()]
     found += [model.to_empty(device="cpu") is model]
     for module in model.modules():
@@ -159,11 +159,11 @@ def test_meta_models_get_memory_and_values(ranks: KeptRanks, mesh: tuple[int, ..
     ranks.run(3 if mesh == (3,) else 4, beside_torch, _meta, mesh)
 
 
-def meta_model_takes_what_is_assigned(face: ModuleType) -> Any:
+def meta_model_takes_what_is_assigned(package: ModuleType) -> Any:
     """In two parts, as ``DTensor``; buffers last."""
     whole = dict(make().state_dict())
     with torch.device("meta"):
-        model = shard_all(face, Words().double())
+        model = shard_all(package, Words().double())
     given = {
         name: nn.Parameter(distribute_tensor(whole[name], value.device_mesh, value.placements))
         for name, value in model.state_dict().items()
@@ -181,16 +181,16 @@ def meta_model_takes_what_is_assigned(face: ModuleType) -> Any:
     return [*found, train(model, 2), seen(model)]
 
 
-def meta_model_is_loaded_from_one_rank(face: ModuleType) -> Any:
+def meta_model_is_loaded_from_one_rank(package: ModuleType) -> Any:
     with torch.device("meta"):
-        model = shard_all(face, Words().double())
+        model = shard_all(package, Words().double())
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     model.to_empty(device="cpu")
     set_model_state_dict(model, dict(make().state_dict()) if dist.get_rank() == 0 else {}, options=options)
     return wholes(model), train(model, 2), seen(model)
 
 
-def values_on_the_first_rank_alone(face: ModuleType) -> Any:
+def values_on_the_first_rank_alone(package: ModuleType) -> Any:
     """As trainers load large models: rank 0 from a file, the others behind ``fully_shard``, from there."""
     first = dist.get_rank() == 0
     torch.manual_seed(0)
@@ -201,7 +201,7 @@ def values_on_the_first_rank_alone(face: ModuleType) -> Any:
     # Trained by all ranks, and made by each.
     adapter = model.blocks[0].adapter = nn.Linear(WIDTH, 1).double()
     nn.init.ones_(adapter.weight)
-    shard_all(face, model, offload_policy=None)
+    shard_all(package, model, offload_policy=None)
     model.to("cpu") if first else model.to_empty(device="cpu")
     nn.init.zeros_(adapter.weight)
     nn.init.zeros_(adapter.bias)
@@ -210,13 +210,13 @@ def values_on_the_first_rank_alone(face: ModuleType) -> Any:
     return wholes(model), train(model, 2), seen(model)
 
 
-def meta_model_over_replicas_and_offloaded(face: ModuleType) -> Any:
+def meta_model_over_replicas_and_offloaded(package: ModuleType) -> Any:
     whole = dict(make().state_dict())
     with torch.device("meta"):
         model = Words().double()
         ignored = {model.norm.weight}
-        policy = face.CPUOffloadPolicy(pin_memory=False)
-        shard_all(face, model, cpu_mesh(2, 2), ignored_params=ignored, offload_policy=policy)
+        policy = package.CPUOffloadPolicy(pin_memory=False)
+        shard_all(package, model, cpu_mesh(2, 2), ignored_params=ignored, offload_policy=policy)
     found = [model.norm.weight.is_meta, type(model.norm.weight) is nn.Parameter]
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -232,7 +232,7 @@ def given(model: nn.Module) -> set[str]:
     return {name for name, value in model.named_parameters() if hasattr(value, "placements")}
 
 
-def pieces_along_another_dimension(face: ModuleType) -> Any:
+def pieces_along_another_dimension(package: ModuleType) -> Any:
     """``Shard(n)`` of the largest dimension that is even, the last one, and None."""
 
     def largest(parameter: nn.Parameter) -> Shard | None:
@@ -241,7 +241,7 @@ def pieces_along_another_dimension(face: ModuleType) -> Any:
 
     found = []
     for place in (largest, lambda parameter: Shard(-1) if parameter.shape[-1] == WIDTH else None):
-        model = shard_all(face, make(), shard_placement_fn=place)
+        model = shard_all(package, make(), shard_placement_fn=place)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         found += [seen(model)]
         loss_of(model, next(batches(1))).backward()
@@ -252,17 +252,17 @@ def pieces_along_another_dimension(face: ModuleType) -> Any:
     return found
 
 
-def two_models_over_other_ranks(face: ModuleType) -> Any:
+def two_models_over_other_ranks(package: ModuleType) -> Any:
     """One over the first two ranks, another over the rest, as pipelines have them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))["shard"]
-    model = shard_all(face, make(), mesh)
+    model = shard_all(package, make(), mesh)
     return train(model), seen(model)
 
 
-def settings_of_torch_are_taken(face: ModuleType) -> Any:
-    theirs = FACES[0]
+def settings_of_torch_are_taken(package: ModuleType) -> Any:
+    theirs = PACKAGES[0]
     model = make()
-    face.fully_shard(
+    package.fully_shard(
         model.blocks[0],
         mp_policy=theirs.MixedPrecisionPolicy(param_dtype=torch.float32),
         offload_policy=theirs.CPUOffloadPolicy(pin_memory=False),
@@ -317,9 +317,9 @@ def test_embeddings_that_no_piece_serves(ranks: KeptRanks) -> None:
 
 def test_settings_have_the_fields_of_torch() -> None:
     for ours, theirs in (
-        (MixedPrecisionPolicy(), FACES[0].MixedPrecisionPolicy()),
-        (CPUOffloadPolicy(), FACES[0].CPUOffloadPolicy()),
-        (OffloadPolicy(), FACES[0].OffloadPolicy()),
+        (MixedPrecisionPolicy(), PACKAGES[0].MixedPrecisionPolicy()),
+        (CPUOffloadPolicy(), PACKAGES[0].CPUOffloadPolicy()),
+        (OffloadPolicy(), PACKAGES[0].OffloadPolicy()),
     ):
         # Torch 2.15 has one more.
         assert {"param_dtype_override_fn": None} | vars(theirs) == {"param_dtype_override_fn": None} | vars(ours)
@@ -346,7 +346,7 @@ def test_beside_torch(ranks: KeptRanks, body: Callable[[ModuleType], object]) ->
 
 
 def refused_behind_torch(rank: int) -> None:
-    theirs, ours = FACES
+    theirs, ours = PACKAGES
     config = polyshard.ShardConfig(collectives="gloo")
 
     def build() -> nn.Sequential:

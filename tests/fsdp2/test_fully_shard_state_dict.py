@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fsdp2_models import (
-    FACES,
+    PACKAGES,
     Mlps,
     Words,
     alike,
@@ -65,8 +65,10 @@ def hidden_of(mesh: tuple[int, ...]) -> int:
     return 16 if len(mesh) > 2 else 15
 
 
-def _trained(face: ModuleType, seed: int, mesh: tuple[int, ...], steps: int = 2) -> tuple[Any, torch.optim.Optimizer]:
-    model = parallel(face, *mesh, seed=seed, hidden=hidden_of(mesh))
+def _trained(
+    package: ModuleType, seed: int, mesh: tuple[int, ...], steps: int = 2
+) -> tuple[Any, torch.optim.Optimizer]:
+    model = parallel(package, *mesh, seed=seed, hidden=hidden_of(mesh))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     _goes_on(model, optimizer, steps)
     return model, optimizer
@@ -83,8 +85,8 @@ def _goes_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2)
     return told
 
 
-def _saved(face: ModuleType, mesh: tuple[int, ...]) -> Any:
-    model, optimizer = _trained(face, 0, mesh)
+def _saved(package: ModuleType, mesh: tuple[int, ...]) -> Any:
+    model, optimizer = _trained(package, 0, mesh)
     there = {"first": torch.zeros(1)}
     # Of a module that is no unit, with a prefix, and into a dict that is there.
     model.head.state_dict(destination=there, prefix="head.")
@@ -108,12 +110,12 @@ def test_what_is_saved_is_what_torch_saves(ranks: KeptRanks, mesh: str) -> None:
 
 
 def _taken_over(rank: int, source: int, mesh: tuple[int, ...], options: StateDictOptions) -> None:
-    saved, saved_optimizer = _trained(FACES[source], 1, mesh)
+    saved, saved_optimizer = _trained(PACKAGES[source], 1, mesh)
     # They share memory with what goes on training.
     states = copied(get_state_dict(saved, saved_optimizer, options=options))
     expected, told = wholes(saved), _goes_on(saved, saved_optimizer)
-    for face in FACES:
-        model, _ = _trained(face, 2, mesh)
+    for package in PACKAGES:
+        model, _ = _trained(package, 2, mesh)
         # One that has no state yet.
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         parts = copied(states)
@@ -146,7 +148,7 @@ def test_what_one_saved_the_other_goes_on_with(
 
 
 def _through_files(rank: int, folder: str, mesh: tuple[int, ...]) -> None:
-    models = [_trained(face, seed, mesh) for face, seed in zip(FACES, (1, 2), strict=True)]
+    models = [_trained(package, seed, mesh) for package, seed in zip(PACKAGES, (1, 2), strict=True)]
     expected = [wholes(model) for model, _ in models]
     for number, (model, optimizer) in enumerate(models):
         parts = get_state_dict(model, optimizer)
@@ -176,8 +178,8 @@ def test_through_torch_distributed_checkpoint(ranks: KeptRanks, tmp_path: Path, 
     assert not torch.equal(states[0]["head.weight"], states[1]["head.weight"])
 
 
-def share_memory_with_parameters(face: ModuleType) -> Any:
-    model = shard_all(face, make())
+def share_memory_with_parameters(package: ModuleType) -> Any:
+    model = shard_all(package, make())
     # Kept from before the step, as torchtitan does.
     kept, also = get_model_state_dict(model), model.state_dict()
     before = wholes(model)
@@ -191,13 +193,13 @@ def share_memory_with_parameters(face: ModuleType) -> Any:
     return told, wholes(model), model(next(batches(1)))
 
 
-def loading_dtensors(face: ModuleType) -> Any:
+def loading_dtensors(package: ModuleType) -> Any:
     """Copied into parameters that stay, or in their place; then trained."""
     torch.manual_seed(5)
     whole = dict(Words().double().state_dict())
     found = []
     for assign in (False, True):
-        model = shard_all(face, make())
+        model = shard_all(package, make())
         before = list(model.parameters())
         state = {
             name: distribute_tensor(value, cpu_mesh(), [Shard(0)]) if name != "scale" else value
@@ -212,8 +214,8 @@ def loading_dtensors(face: ModuleType) -> Any:
     return found
 
 
-def what_does_not_fit_is_refused(face: ModuleType) -> Any:
-    model = shard_all(face, make())
+def what_does_not_fit_is_refused(package: ModuleType) -> Any:
+    model = shard_all(package, make())
     good = copied(model.state_dict())
     small = distribute_tensor(torch.ones(3, 12).double(), cpu_mesh(), [Shard(0)])
     wrong: list[tuple[dict[str, Any], str]] = [
@@ -230,9 +232,9 @@ def what_does_not_fit_is_refused(face: ModuleType) -> Any:
     return train(model, 1), seen(model)
 
 
-def in_the_middle_of_a_step(face: ModuleType) -> Any:
+def in_the_middle_of_a_step(package: ModuleType) -> Any:
     """Saved after ``unshard()``, and between forward and backward of a model whose parameters are kept."""
-    model = shard_all(face, make(), reshard_after_forward=False)
+    model = shard_all(package, make(), reshard_after_forward=False)
     model.blocks[0].unshard()
     found = [model.state_dict()]
     loss = loss_of(model, next(batches(1)))
@@ -242,7 +244,7 @@ def in_the_middle_of_a_step(face: ModuleType) -> Any:
     return [*copied(found), seen(model)]
 
 
-def _again(face: ModuleType, value: Any) -> list[Any]:
+def _again(package: ModuleType, value: Any) -> list[Any]:
     """``value`` behind each of the ways in which programs write it."""
     file = io.BytesIO()
     torch.save(value, file)
@@ -253,30 +255,30 @@ def _again(face: ModuleType, value: Any) -> list[Any]:
     read += [pickle.loads(pickle.dumps(value)), copy.deepcopy(value)]
     locals_ = [each.to_local() for each in tree_leaves(read) if isinstance(each, DTensor)]
     # Of FSDP2 a rank with fewer rows writes as many as the first.
-    assert face is FACES[0] or all(each.untyped_storage().nbytes() == each.nbytes for each in locals_)
+    assert package is PACKAGES[0] or all(each.untyped_storage().nbytes() == each.nbytes for each in locals_)
     return read
 
 
-def files_of_each_rank(face: ModuleType) -> Any:
+def files_of_each_rank(package: ModuleType) -> Any:
     """As trainers save them that write a file a rank: by ``torch.save``, and no checkpoint of torch's."""
-    model = shard_all(face, make())
+    model = shard_all(package, make())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found: list[Any] = [_again(face, model.state_dict())]
+    found: list[Any] = [_again(package, model.state_dict())]
     train(model, 1, optimizer)
-    saved = _again(face, dict(model.state_dict())), _again(face, optimizer.state_dict())
+    saved = _again(package, dict(model.state_dict())), _again(package, optimizer.state_dict())
     found += [*saved, train(model, 1, optimizer)]
     for states in zip(*saved, strict=True):
         for into, state in zip((model, optimizer), states, strict=True):
             into.load_state_dict(state)
         found.append(train(model, 1, optimizer))
     last = list(model.parameters())[-1]
-    assert face is FACES[0] or last.to_local().untyped_storage().nbytes() == last.to_local().nbytes
-    return found, _again(face, list(model.parameters())), _again(face, last.detach().to_local()), seen(model)
+    assert package is PACKAGES[0] or last.to_local().untyped_storage().nbytes() == last.to_local().nbytes
+    return found, _again(package, list(model.parameters())), _again(package, last.detach().to_local()), seen(model)
 
 
-def handed_to_another_process(face: ModuleType) -> Any:
+def handed_to_another_process(package: ModuleType) -> Any:
     """A queue between processes moves what it is given into memory that both share, where optimizers write then."""
-    model = shard_all(face, make())
+    model = shard_all(package, make())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     queue, found = multiprocessing.get_context("fork").SimpleQueue(), []
     for words in batches(2):
@@ -288,7 +290,7 @@ def handed_to_another_process(face: ModuleType) -> Any:
         optimizer.step()
         optimizer.zero_grad()
         found += [loss.item(), wholes(model)]
-    if face is not FACES[0]:
+    if package is not PACKAGES[0]:
         with polyshard.unsharded(model):
             alike(copied(dict(model.named_parameters())), {key: found[-1][key] for key, _ in model.named_parameters()})
     return found, train(model, 1)

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2_models import (
-    FACES,
     OURS,
+    PACKAGES,
     alike,
     as_whole,
     batches,
@@ -30,8 +30,8 @@ from torch import nn
 
 
 def _trains(rank: int, settings: dict[str, Any]) -> None:
-    def run(face: ModuleType) -> Any:
-        model = shard_all(face, make(), **settings)
+    def run(package: ModuleType) -> Any:
+        model = shard_all(package, make(), **settings)
         return train(model), wholes(model)
 
     both(run)
@@ -50,19 +50,19 @@ def test_parity_with_torch(ranks: KeptRanks, world_size: int, releases: bool | i
 
 
 def replicas_of_shards(rank: int) -> None:
-    def run(face: ModuleType) -> Any:
-        model = shard_all(face, make(), cpu_mesh(2, 2))
+    def run(package: ModuleType) -> Any:
+        model = shard_all(package, make(), cpu_mesh(2, 2))
         return train(model), wholes(model)
 
     both(run)
 
 
 def several_roots(rank: int) -> None:
-    def run(face: ModuleType) -> Any:
+    def run(package: ModuleType) -> Any:
         model, mesh = make(), cpu_mesh()
         ignored = set(model.norm.parameters()) | set(model.embedding.parameters()) | set(model.head.parameters())
         for block in model.blocks:
-            face.fully_shard(block, mesh=mesh)
+            package.fully_shard(block, mesh=mesh)
         trained = [parameter for parameter in model.parameters() if parameter not in ignored]
         optimizer, told = torch.optim.SGD(trained, lr=0.1), []
         for words in batches(3):
@@ -77,14 +77,14 @@ def several_roots(rank: int) -> None:
 
 
 def _mixed(rank: int, policy: dict[str, Any], tolerance: float) -> None:
-    def run(face: ModuleType) -> Any:
+    def run(package: ModuleType) -> Any:
         seen: list[torch.dtype] = []
         model = make(dtype=torch.float32)
         model.blocks[0].up.register_forward_hook(lambda _, args, out: seen.append(out.dtype))
         inner = {key: value for key, value in policy.items() if key != "output_dtype"}
         for block in model.blocks:
-            face.fully_shard(block, mesh=cpu_mesh(), mp_policy=face.MixedPrecisionPolicy(**inner))
-        face.fully_shard(model, mesh=cpu_mesh(), mp_policy=face.MixedPrecisionPolicy(**policy))
+            package.fully_shard(block, mesh=cpu_mesh(), mp_policy=package.MixedPrecisionPolicy(**inner))
+        package.fully_shard(model, mesh=cpu_mesh(), mp_policy=package.MixedPrecisionPolicy(**policy))
         told = train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
         seen.append(model(next(batches(1))).dtype)
@@ -123,7 +123,7 @@ class _Norms(nn.Module):
         return x + torch.relu(self.down(hidden))
 
 
-def _trains_norms(face: ModuleType, overrides: bool) -> list[Any]:
+def _trains_norms(package: ModuleType, overrides: bool) -> list[Any]:
     def chooses(parameter: nn.Parameter) -> torch.dtype | None:
         asked.append(parameter)
         return parameter.dtype if parameter.shape == (9,) and parameter.eq(1).all() else None
@@ -131,14 +131,14 @@ def _trains_norms(face: ModuleType, overrides: bool) -> list[Any]:
     torch.manual_seed(0)
     blocks: Any = nn.Sequential(_Norms(), _Norms())
     expected, asked = list(blocks.parameters()), list[nn.Parameter]()
-    policy = face.MixedPrecisionPolicy(
+    policy = package.MixedPrecisionPolicy(
         torch.bfloat16, reduce_dtype=torch.float32, **({"param_dtype_override_fn": chooses} if overrides else {})
     )
     for block in blocks:
         if not overrides:
-            face.fully_shard(block.norm, mesh=cpu_mesh())
-        face.fully_shard(block, mesh=cpu_mesh(), mp_policy=policy)
-    model: Any = face.fully_shard(blocks, mesh=cpu_mesh(), mp_policy=policy)
+            package.fully_shard(block.norm, mesh=cpu_mesh())
+        package.fully_shard(block, mesh=cpu_mesh(), mp_policy=policy)
+    model: Any = package.fully_shard(blocks, mesh=cpu_mesh(), mp_policy=policy)
     # Once each.
     assert not overrides or list(map(id, asked)) == list(map(id, expected))
     optimizer, told = torch.optim.SGD(model.parameters(), lr=0.5), list[Any]()
@@ -158,23 +158,23 @@ def parameters_that_keep_their_dtype(rank: int) -> None:
     assert ours[1] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
     for overrides in (False, True) if torch.__version__ >= (2, 15) else (False,):
         # Of one bf16 rounding, 4e-3.
-        alike(ours, _trains_norms(FACES[0], overrides), rtol=1e-5, atol=1e-7)
+        alike(ours, _trains_norms(PACKAGES[0], overrides), rtol=1e-5, atol=1e-7)
 
 
 def inputs_that_are_not_cast(rank: int) -> None:
-    for face in FACES:
+    for package in PACKAGES:
         layer = nn.Linear(4, 4)
-        policy = face.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
-        face.fully_shard(layer, mesh=cpu_mesh(), mp_policy=policy)
+        policy = package.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+        package.fully_shard(layer, mesh=cpu_mesh(), mp_policy=policy)
         with pytest.raises(RuntimeError, match="dtype"):
             layer(torch.randn(2, 4))
 
 
 def _factor(rank: int, factor: float) -> None:
-    def run(face: ModuleType) -> Any:
-        model: Any = shard_all(face, make())
+    def run(package: ModuleType) -> Any:
+        model: Any = shard_all(package, make())
         for module in model.modules():
-            if isinstance(module, face.FSDPModule):
+            if isinstance(module, package.FSDPModule):
                 module.set_gradient_divide_factor(factor)
         told = train(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
         model.blocks[0].set_gradient_divide_factor(dist.get_world_size())
@@ -216,11 +216,11 @@ def test_one_rank_divides(ranks: KeptRanks) -> None:
 
 
 def ignored_parameters(rank: int) -> None:
-    def run(face: ModuleType) -> Any:
+    def run(package: ModuleType) -> Any:
         model = make()
         ignored = {model.head.weight, *model.blocks[0].parameters()}
         shapes = [parameter.shape for parameter in ignored]
-        shard_all(face, model, ignored_params=ignored)
+        shard_all(package, model, ignored_params=ignored)
         assert [parameter.shape for parameter in ignored] == shapes
         others = [parameter for parameter in model.parameters() if parameter not in ignored]
         for words in batches(2):
@@ -262,8 +262,8 @@ def parameters_that_came_later(rank: int) -> None:
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
 
-    def run(face: ModuleType) -> Any:
-        model: Any = shard_all(face, make())
+    def run(package: ModuleType) -> Any:
+        model: Any = shard_all(package, make())
         model.blocks[0].up = nn.Sequential(model.blocks[0].up, nn.Linear(49, 49).double())
         for parameter in model.blocks[0].up[1].parameters():
             nn.init.constant_(parameter, 0.1)

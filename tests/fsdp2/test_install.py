@@ -1,4 +1,4 @@
-"""Both faces in torch's place: programs that import from torch get them, Accelerate among these."""
+"""Both drop-ins in torch's place: programs that import from torch get them, Accelerate among these."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_wrapper_in_torchs_place(ranks: KeptRanks) -> None:
 _PARKS = """
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
-def park(model, *where):
+def offload(model, *where):
     # As trainers do to make room for another phase.
     _lazy_init(model, model)
     assert model._is_root and model._device_handle.is_available()
@@ -124,19 +124,19 @@ def park(model, *where):
 
 
 @without_trainers()
-def _parks(rank: int, use_orig_params: bool) -> None:
+def _offloads(rank: int, use_orig_params: bool) -> None:
     import polyshard_fsdp
 
     with polyshard_fsdp.install():
         program = ModuleType("a_trainer")
         exec(_PARKS, vars(program))
     model = _wrapped(make(dtype=torch.float32), use_orig_params)
-    program.park(model, torch.device("cpu"))
+    program.offload(model, torch.device("cpu"))
     assert len(model._all_handles) == 3
     assert model.module.blocks[0]._all_handles == []
     before = [weakref.ref(handle.flat_param._local_shard) for handle in model._all_handles]
     # The host is where it computes: another dtype stands for another device.
-    program.park(model, torch.float64)
+    program.offload(model, torch.float64)
     gc.collect()
     assert [each() for each in before] == [None] * 3
     plain = make(dtype=torch.float32)
@@ -145,8 +145,8 @@ def _parks(rank: int, use_orig_params: bool) -> None:
             # Buffers stay where they are.
             parameter.data = parameter.data.float().double()
         as_unsharded(model, plain, _released)
-        program.park(model, torch.device("cpu"), torch.float32)
-        program.park(model, torch.device("cpu"), torch.float64)
+        program.offload(model, torch.device("cpu"), torch.float32)
+        program.offload(model, torch.device("cpu"), torch.float64)
 
 
 def _released(model: Any, words: torch.Tensor) -> torch.Tensor:
@@ -166,8 +166,8 @@ def _wrapped(model: nn.Module, use_orig_params: bool) -> Any:
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_a_trainer_parks_wrapped_models(ranks: KeptRanks, use_orig_params: bool) -> None:
-    ranks.run(2, _parks, use_orig_params)
+def test_a_trainer_offloads_wrapped_models(ranks: KeptRanks, use_orig_params: bool) -> None:
+    ranks.run(2, _offloads, use_orig_params)
 
 
 @without_trainers()
@@ -212,8 +212,8 @@ def _both_versions(rank: int, folder: str) -> None:
     import polyshard_fsdp
     import polyshard_fsdp2
 
-    for version, face, lean in ((1, polyshard_fsdp, False), (2, polyshard_fsdp2, True)):
-        with face.install():
+    for version, drop_in, lean in ((1, polyshard_fsdp, False), (2, polyshard_fsdp2, True)):
+        with drop_in.install():
             told, whole = _with_accelerate(version, f"{folder}/{version}{lean}", lean)
         plain = make(dtype=torch.float32)
         reference = torch.nn.parallel.DistributedDataParallel(plain)

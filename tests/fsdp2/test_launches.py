@@ -14,7 +14,7 @@ import polyshard
 import polyshard_fsdp2._settings
 import pytest
 import torch
-from fsdp2_models import FACES, OURS, Words, batches, cpu_mesh, loss_of, shard_all
+from fsdp2_models import OURS, PACKAGES, Words, batches, cpu_mesh, loss_of, shard_all
 from parity import chain, draw, fake, root_of, seeded, units_of
 from polyshard.interfaces import Observer, UnitEvent, UnitOperation, UnitSpec
 from polyshard_backends.fake import FakeCollectives
@@ -183,18 +183,18 @@ def counting() -> Iterator[Counter[str]]:
 
 
 def _issued(
-    face: ModuleType, shard: Callable[[ModuleType, Any], Any] = shard_all, kind: type[Words] = Words
+    package: ModuleType, shard: Callable[[ModuleType, Any], Any] = shard_all, kind: type[Words] = Words
 ) -> tuple[int, int]:
     """Gathers and reductions of a second step."""
     torch.manual_seed(0)
     first, second = batches(2)
     with counting() as counts:
-        model = shard(face, kind(blocks=BLOCKS))
+        model = shard(package, kind(blocks=BLOCKS))
         loss_of(model, first).backward()
         counts.clear()
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
             loss_of(model, second).backward()
-    if face is OURS:
+    if package is OURS:
         gathers = counts["all_gather"] + counts["all_gather_many"]
         return gathers, counts["reduce_scatter"] + counts["reduce_scatter_many"]
     issued = {event.key: event.count for event in profiled.key_averages() if event.key.startswith("c10d::")}
@@ -202,7 +202,7 @@ def _issued(
 
 
 def _beside_fsdp2(rank: int) -> None:
-    theirs, ours = (_issued(face) for face in FACES)
+    theirs, ours = (_issued(package) for package in PACKAGES)
     # Blocks and the embedding in forward and backward, the root once.
     assert theirs == (2 * (BLOCKS + 1) + 1, BLOCKS + 2)
     # The root, the rest of forward, and the blocks in backward, which needs no embedding; everything's gradients.
@@ -228,20 +228,20 @@ class Placed(Words):
         return logits
 
 
-def _in_lists(face: ModuleType, model: Words) -> Any:
+def _in_lists(package: ModuleType, model: Words) -> Any:
     first, second, *others = model.blocks
     if isinstance(model, Placed):
-        face.fully_shard([model.embedding, model.places], mesh=cpu_mesh())
+        package.fully_shard([model.embedding, model.places], mesh=cpu_mesh())
     for modules in ([first, second], others, [model.norm, model.head]):
-        face.fully_shard(modules, mesh=cpu_mesh(), reshard_after_forward=True)
-    return face.fully_shard(model, mesh=cpu_mesh())
+        package.fully_shard(modules, mesh=cpu_mesh(), reshard_after_forward=True)
+    return package.fully_shard(model, mesh=cpu_mesh())
 
 
 def _lists_beside_fsdp2(rank: int) -> None:
     # No group leaves room for another one.
     alone = functools.partial(polyshard.ShardConfig, batch_nbytes=1)
     with patch.object(polyshard_fsdp2._settings, "ShardConfig", alone):
-        theirs, ours = (_issued(face, _in_lists) for face in FACES)
+        theirs, ours = (_issued(package, _in_lists) for package in PACKAGES)
         embedded = _issued(OURS, _in_lists, Placed)
     # Three lists in forward and in backward, the root with the embedding once; each once behind its backward.
     assert theirs == ours == (2 * 3 + 1, 3 + 1)

@@ -31,18 +31,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 
-def shard_lists(face: ModuleType, model: Words, *shape: int, **settings: Any) -> Any:
+def shard_lists(package: ModuleType, model: Words, *shape: int, **settings: Any) -> Any:
     """The blocks, what is behind them, and the rest."""
     mesh = cpu_mesh(*shape)
-    blocks = face.fully_shard(list(model.blocks), mesh=mesh, **settings)
+    blocks = package.fully_shard(list(model.blocks), mesh=mesh, **settings)
     assert blocks == list(model.blocks)
-    face.fully_shard([model.norm, model.head], mesh=mesh, **settings)
-    return face.fully_shard(model, mesh=mesh, **settings)
+    package.fully_shard([model.norm, model.head], mesh=mesh, **settings)
+    return package.fully_shard(model, mesh=mesh, **settings)
 
 
 def _trains(rank: int, shape: tuple[int, ...]) -> None:
-    def run(face: ModuleType) -> Any:
-        model = shard_lists(face, make(), *shape)
+    def run(package: ModuleType) -> Any:
+        model = shard_lists(package, make(), *shape)
         return train(model), wholes(model)
 
     both(run)
@@ -64,14 +64,14 @@ class Selective(Words):
         return x @ self.embedding.weight.mT if self.skips else self.head(x)
 
 
-def modules_that_do_not_run(face: ModuleType) -> Any:
+def modules_that_do_not_run(package: ModuleType) -> Any:
     torch.manual_seed(0)
-    model = shard_lists(face, Selective().double(), reshard_after_forward=True)
+    model = shard_lists(package, Selective().double(), reshard_after_forward=True)
     found = []
     for skips in (False, True, False):
         model.skips = skips
         loss = loss_of(model, next(batches(1)))
-        if face is OURS:
+        if package is OURS:
             # Released behind the outermost forward; FSDP2 of torch 2.11 keeps them until backward.
             assert all(isinstance(each, DTensor) for each in (model.blocks[0].up.weight, model.norm.weight))
         loss.backward()
@@ -81,11 +81,11 @@ def modules_that_do_not_run(face: ModuleType) -> Any:
     return [*found, train(model), wholes(model)]
 
 
-def any_of_a_list_stands_for_all(face: ModuleType) -> Any:
-    model = shard_lists(face, make())
+def any_of_a_list_stands_for_all(package: ModuleType) -> Any:
+    model = shard_lists(package, make())
     first, second = model.blocks
-    assert face.fully_shard.state(first) is face.fully_shard.state(second)
-    assert face.fully_shard.state(model.norm) is not face.fully_shard.state(first)
+    assert package.fully_shard.state(first) is package.fully_shard.state(second)
+    assert package.fully_shard.state(model.norm) is not package.fully_shard.state(first)
     found = []
     first.unshard()
     found.append(copied([first.up.weight, second.down.bias, model.head.weight]))
@@ -103,26 +103,26 @@ def any_of_a_list_stands_for_all(face: ModuleType) -> Any:
     return [*found, seen(model)]
 
 
-def modules_inside_others_of_a_list(face: ModuleType) -> Any:
+def modules_inside_others_of_a_list(package: ModuleType) -> Any:
     model: Any = make()
     block = model.blocks[0]
-    face.fully_shard([block.norm, block, model.blocks[1]], mesh=cpu_mesh())
-    face.fully_shard(model, mesh=cpu_mesh())
-    assert not isinstance(block.norm, face.FSDPModule)
+    package.fully_shard([block.norm, block, model.blocks[1]], mesh=cpu_mesh())
+    package.fully_shard(model, mesh=cpu_mesh())
+    assert not isinstance(block.norm, package.FSDPModule)
     return train(model), seen(model)
 
 
-def methods_beside_forward(face: ModuleType) -> Any:
-    model = shard_lists(face, make(), reshard_after_forward=True)
-    face.register_fsdp_forward_method(model.blocks[1], "doubled")
+def methods_beside_forward(package: ModuleType) -> Any:
+    model = shard_lists(package, make(), reshard_after_forward=True)
+    package.register_fsdp_forward_method(model.blocks[1], "doubled")
     told = train(model, 1)
     doubled = copied(model.blocks[1].doubled(torch.ones(2, WIDTH, dtype=torch.float64)))
     return told, doubled, train(model), wholes(model)
 
 
-def meta_models(face: ModuleType) -> Any:
+def meta_models(package: ModuleType) -> Any:
     with torch.device("meta"):
-        model = shard_lists(face, Words().double())
+        model = shard_lists(package, Words().double())
     model = model.to_empty(device="cpu").float()
     for name, parameter in model.named_parameters():
         nn.init.constant_(parameter, 0.01 * len(name))
@@ -143,16 +143,16 @@ def casts_of_each(rank: int) -> None:
     assert dtypes == [torch.bfloat16, torch.float32] * 4
 
 
-def refusals(face: ModuleType) -> None:
+def refusals(package: ModuleType) -> None:
     mesh = cpu_mesh()
     model: Any = make()
-    face.fully_shard(model.blocks[0], mesh=mesh)
+    package.fully_shard(model.blocks[0], mesh=mesh)
     with pytest.raises(AssertionError, match="composable distributed API can only be applied to a module once"):
-        face.fully_shard([model.norm, model.blocks[0]], mesh=mesh)
-    if face is OURS:
+        package.fully_shard([model.norm, model.blocks[0]], mesh=mesh)
+    if package is OURS:
         assert type(model.norm) is nn.LayerNorm
         assert type(model.norm.weight) is nn.Parameter
-    pair, other = (face.fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)], mesh=mesh) for _ in range(2))
+    pair, other = (package.fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)], mesh=mesh) for _ in range(2))
     with pytest.raises(RuntimeError, match="FSDP requires a single root module but got"):
         other[0]._get_fsdp_state()._lazy_init()
     with pytest.raises(RuntimeError, match="single root module"):
@@ -160,7 +160,7 @@ def refusals(face: ModuleType) -> None:
     with torch.device("meta"):
         unmade = nn.Linear(2, 2)
     with pytest.raises(RuntimeError, match="materialized from meta device"):
-        face.fully_shard(unmade, mesh=mesh)._get_fsdp_state()._lazy_init()
+        package.fully_shard(unmade, mesh=mesh)._get_fsdp_state()._lazy_init()
 
 
 class Headless(Words):
@@ -196,7 +196,7 @@ def a_parameter_that_calls_would_part(rank: int) -> None:
             OURS.fully_shard(module, mesh=mesh)
 
 
-#: Bodies over both faces, and on how many ranks each runs.
+#: Bodies over both packages, and on how many ranks each runs.
 BESIDE: dict[Callable[[ModuleType], object], int] = {
     modules_that_do_not_run: 2,
     any_of_a_list_stands_for_all: 2,

@@ -66,7 +66,7 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {
 }
 
 
-def mixed(face: ModuleType, case: str, dim: int = 0, seed: int = 0, **settings: Any) -> Model:
+def mixed(package: ModuleType, case: str, dim: int = 0, seed: int = 0, **settings: Any) -> Model:
     call, sizes, placed = CASES[case]
     mesh = mesh_of(call, ("replicate", "shard")[-len(call) :])
     sparse = mesh_of(sizes, ("replicate", "efsdp", "ep")[-len(sizes) :])
@@ -82,8 +82,8 @@ def mixed(face: ModuleType, case: str, dim: int = 0, seed: int = 0, **settings: 
             mine = each is own
             return torch_meshes.ShardPlacementResult(placement=Shard(dim if mine else 0), mesh_info=infos[mine])
 
-        face.fully_shard(block, mesh=mesh, shard_placement_fn=answer, **settings)
-    face.fully_shard(model, mesh=mesh, **settings)
+        package.fully_shard(block, mesh=mesh, shard_placement_fn=answer, **settings)
+    package.fully_shard(model, mesh=mesh, **settings)
     return model
 
 
@@ -92,8 +92,8 @@ def inputs(steps: int = 1) -> list[torch.Tensor]:
     return [torch.randn(3, WIDTH, generator=random, dtype=torch.float64) for _ in range(steps)]
 
 
-def _shown(face: ModuleType, case: str, dim: int) -> Any:
-    model = mixed(face, case, dim)
+def _shown(package: ModuleType, case: str, dim: int) -> Any:
+    model = mixed(package, case, dim)
     found: list[Any] = [seen(model)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for x in inputs(2):
@@ -121,8 +121,8 @@ def test_all_is_as_torch_has_it(ranks: KeptRanks, case: str, dim: int) -> None:
 
 
 def _carried(rank: int, folder: str) -> None:
-    def trained(face: ModuleType, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = mixed(face, "over half of the ranks", seed=seed)
+    def trained(package: ModuleType, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = mixed(package, "over half of the ranks", seed=seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for x in inputs(steps):
             model(x).square().mean().backward()

@@ -30,10 +30,13 @@ def _set(model: Any, reduces: bool) -> None:
     model.set_requires_gradient_sync(reduces)
 
 
-def _a_stage(face: ModuleType) -> Any:
+def _a_stage(package: ModuleType) -> Any:
     """As OLMo-core ends a schedule: by the groups alone. Parameters of the root are in a group, or there is none."""
     told = []
-    for model in (shard_all(face, make()), face.fully_shard(torch.nn.Sequential(_sharded(face)), mesh=cpu_mesh())):
+    for model in (
+        shard_all(package, make()),
+        package.fully_shard(torch.nn.Sequential(_sharded(package)), mesh=cpu_mesh()),
+    ):
         for _ in range(2):
             _set(model, False)
             for words in batches(2):
@@ -49,18 +52,18 @@ def _a_stage(face: ModuleType) -> Any:
     return told
 
 
-def _sharded(face: ModuleType) -> Any:
-    return shard_all(face, make())
+def _sharded(package: ModuleType) -> Any:
+    return shard_all(package, make())
 
 
-def _single_modules(face: ModuleType) -> Any:
+def _single_modules(package: ModuleType) -> Any:
     """As Automodel ends a schedule, over all sharded modules. The one around them may not be sharded."""
     told: list[Any] = []
     for whole in (False, True):
         model: Any = make()
         modules = [*model.blocks, model.embedding, model.norm, model.head, *([model] if whole else [])]
         for module in modules:
-            face.fully_shard(module, mesh=cpu_mesh(), mp_policy=face.MixedPrecisionPolicy(torch.float64))
+            package.fully_shard(module, mesh=cpu_mesh(), mp_policy=package.MixedPrecisionPolicy(torch.float64))
         for words in batches(2):
             for module in modules:
                 _set(module, False)
@@ -82,9 +85,9 @@ def _single_modules(face: ModuleType) -> Any:
     return told
 
 
-def _reshards_by_hand(face: ModuleType) -> Any:
-    """As verl sets it, of torch's own function's answers; and as it parks a model."""
-    model: Any = shard_all(face, make())
+def _reshards_by_hand(package: ModuleType) -> Any:
+    """As verl sets it, of torch's own function's answers; and as it offloads a model."""
+    model: Any = shard_all(package, make())
     shown: list[Any] = []
     for reshards in (False, True, False):
         for module in (*model.blocks, model.embedding, model):
@@ -103,9 +106,9 @@ def _reshards_by_hand(face: ModuleType) -> Any:
     return shown, wholes(model)
 
 
-def _which_are_sharded(face: ModuleType) -> Any:
+def _which_are_sharded(package: ModuleType) -> Any:
     """As VeOmni asks, and PyTorch's tests."""
-    model: Any = shard_all(face, make())
+    model: Any = shard_all(package, make())
     model.note = torch.nn.Parameter(torch.ones(1))
     state = model._get_fsdp_state()
     state._lazy_init()

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2_models import (
-    FACES,
     OURS,
+    PACKAGES,
     Words,
     alike,
     as_whole,
@@ -52,9 +52,9 @@ def beside(*meshes: str) -> list[Any]:
     return [pytest.param(mesh, marks=[] if mesh in meshes else [pytest.mark.nightly]) for mesh in MESHES]
 
 
-def _shown(face: ModuleType, mesh: tuple[int, ...]) -> Any:
+def _shown(package: ModuleType, mesh: tuple[int, ...]) -> Any:
     # Rows that ranks divide unevenly, but for tensor parallelism.
-    model = parallel(face, *mesh, hidden=16 if len(mesh) > 2 else 15)
+    model = parallel(package, *mesh, hidden=16 if len(mesh) > 2 else 15)
     found = [seen(model)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     before = list(model.parameters())
@@ -77,9 +77,9 @@ def test_parameters_gradients_and_states_are_those_of_torch(ranks: KeptRanks, me
     ranks.run(world_size, beside_torch, _shown, shape)
 
 
-def _clipped(face: ModuleType, mesh: tuple[int, ...]) -> Any:
+def _clipped(package: ModuleType, mesh: tuple[int, ...]) -> Any:
     # Rows that ranks divide unevenly, but for tensor parallelism.
-    model = parallel(face, *mesh, hidden=16 if len(mesh) > 2 else 15)
+    model = parallel(package, *mesh, hidden=16 if len(mesh) > 2 else 15)
     found = []
     for x in inputs(model):
         square_of(model, x).backward()
@@ -107,10 +107,10 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def optimizers(face: ModuleType) -> Any:
+def optimizers(package: ModuleType) -> Any:
     found = []
     for make_optimizer in _OPTIMIZERS.values():
-        model = parallel(face, dist.get_world_size())
+        model = parallel(package, dist.get_world_size())
         optimizer = make_optimizer(list(model.parameters()))
         told = train(model, 1, optimizer, _square)
         saved = copied(optimizer.state_dict())
@@ -128,9 +128,9 @@ def _square(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
     return square_of(model, x)
 
 
-def initialised_by_loops(face: ModuleType) -> Any:
+def initialised_by_loops(package: ModuleType) -> Any:
     """Before the first forward, over ``parameters()`` and over attributes; what is written there is trained."""
-    model = shard_all(face, make())
+    model = shard_all(package, make())
     for number, parameter in enumerate(model.parameters()):
         nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else nn.init.constant_(parameter, number)
     found = [copied(dict(model.named_parameters()))]
@@ -149,9 +149,9 @@ def initialised_by_loops(face: ModuleType) -> Any:
     return [*found, seen(model)]
 
 
-def updated_by_hand(face: ModuleType) -> Any:
+def updated_by_hand(package: ModuleType) -> Any:
     """An SGD of the user's own, an average of parameters, sums over all of them."""
-    model = shard_all(face, make())
+    model = shard_all(package, make())
     average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     told = []
     for words in batches(3):
@@ -171,9 +171,9 @@ def updated_by_hand(face: ModuleType) -> Any:
     return told, kept, seen(model)
 
 
-def gradients_in_the_hands_of_users(face: ModuleType) -> Any:
+def gradients_in_the_hands_of_users(package: ModuleType) -> Any:
     found = []
-    model = shard_all(face, make())
+    model = shard_all(package, make())
     first, second, third, fourth, fifth = batches(5)
     loss_of(model, first).backward()
     kept = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -200,8 +200,8 @@ def gradients_in_the_hands_of_users(face: ModuleType) -> Any:
     return found
 
 
-def hooks_on_gradients(face: ModuleType) -> Any:
-    model = shard_all(face, make())
+def hooks_on_gradients(package: ModuleType) -> Any:
+    model = shard_all(package, make())
     found: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
 
@@ -215,19 +215,19 @@ def hooks_on_gradients(face: ModuleType) -> Any:
     return dict(sorted(found.items())), seen(model)
 
 
-def replaced_by_hand(face: ModuleType) -> Any:
+def replaced_by_hand(package: ModuleType) -> Any:
     """Before the first forward a parameter may be another object, as a ``DTensor`` that lies alike."""
-    model = shard_all(face, make())
+    model = shard_all(package, make())
     weight = torch.full((17, 12), 0.5, dtype=torch.float64)
     model.head.weight = nn.Parameter(distribute_tensor(weight, cpu_mesh(), model.head.weight.placements))
     model.norm.weight = nn.Parameter(model.norm.weight.detach() * 2)
     return train(model, 2), seen(model)
 
 
-def _kept(face: ModuleType, releases: bool | None) -> Any:
+def _kept(package: ModuleType, releases: bool | None) -> Any:
     """After a forward that keeps them modules hold whole parameters, until something needs the pieces."""
     settings = {} if releases is None else {"reshard_after_forward": releases}
-    model = shard_all(face, make(), **settings)
+    model = shard_all(package, make(), **settings)
     found = []
 
     def look() -> None:
@@ -255,22 +255,22 @@ def test_parameters_after_a_forward(ranks: KeptRanks, releases: bool | None) -> 
     ranks.run(2, beside_torch, _kept, releases)
 
 
-def cast_before_the_first_forward(face: ModuleType) -> Any:
+def cast_before_the_first_forward(package: ModuleType) -> Any:
     found = []
     for cast in (lambda model: model.to("cpu", torch.float32), lambda model: model.cpu()):
-        model = shard_all(face, make())
+        model = shard_all(package, make())
         assert cast(model) is model
         found += [train(model, 1), seen(model)]
     return found
 
 
-def cast_while_training(face: ModuleType) -> Any:
+def cast_while_training(package: ModuleType) -> Any:
     """Torch fails in the next forward, and ours goes on in the new dtype."""
-    model = shard_all(face, make(dtype=torch.float32))
+    model = shard_all(package, make(dtype=torch.float32))
     told = train(model, 1)
     model.double()
     found = [told, seen(model)]
-    if face is FACES[0]:
+    if package is PACKAGES[0]:
         with pytest.raises(RuntimeError):
             model(next(batches(1)))
         return found
@@ -281,13 +281,13 @@ def cast_while_training(face: ModuleType) -> Any:
     return found
 
 
-def small_and_empty_pieces(face: ModuleType) -> Any:
+def small_and_empty_pieces(package: ModuleType) -> Any:
     """One row, rows for some of the ranks, none; several dimensions."""
     found: list[Any] = []
     for shape in ((1, 5), (2, 3), (4, 2, 3), (1,), (5, 1)):
         torch.manual_seed(0)
         module = _Sum(torch.randn(shape).double())
-        face.fully_shard(module, mesh=cpu_mesh())
+        package.fully_shard(module, mesh=cpu_mesh())
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
         for number in range(2):
             module(torch.full((), 1.0 + number + dist.get_rank())).backward()
@@ -307,22 +307,22 @@ class _Sum(nn.Module):
         return (x * self.value.square()).sum() + (x * self.beside).square().sum()
 
 
-def shared_parameters(face: ModuleType) -> Any:
-    model = shard_all_but_embedding(face, make(tied=True))
+def shared_parameters(package: ModuleType) -> Any:
+    model = shard_all_but_embedding(package, make(tied=True))
     assert model.head.weight is model.embedding.weight
     found = [train(model, 2), seen(model)]
     assert model.head.weight is model.embedding.weight
     return found
 
 
-def shard_all_but_embedding(face: ModuleType, model: Words) -> Words:
+def shard_all_but_embedding(package: ModuleType, model: Words) -> Words:
     for block in model.blocks:
-        face.fully_shard(block, mesh=cpu_mesh())
-    return face.fully_shard(model, mesh=cpu_mesh())
+        package.fully_shard(block, mesh=cpu_mesh())
+    return package.fully_shard(model, mesh=cpu_mesh())
 
 
-def scaled_gradients(face: ModuleType) -> Any:
-    model = shard_all(face, make(dtype=torch.float32))
+def scaled_gradients(package: ModuleType) -> Any:
+    model = shard_all(package, make(dtype=torch.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     told = []
@@ -340,8 +340,8 @@ def scaled_gradients(face: ModuleType) -> Any:
     return told, seen(model)
 
 
-def copies_are_refused(face: ModuleType) -> Any:
-    model = shard_all(face, make())
+def copies_are_refused(package: ModuleType) -> Any:
+    model = shard_all(package, make())
     with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
         copy.deepcopy(model)
     with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
@@ -350,14 +350,14 @@ def copies_are_refused(face: ModuleType) -> Any:
 
 
 #: Bodies, and on how many ranks each runs.
-def parts_that_outlive_the_model(face: ModuleType) -> Any:
-    model: Any = shard_all(face, make())
+def parts_that_outlive_the_model(package: ModuleType) -> Any:
+    model: Any = shard_all(package, make())
     square_of(model, next(batches(1))).backward()
     kept, blocks = model.head, [weakref.ref(block) for block in model.blocks]
     saved = as_whole(kept.weight)
     del model
     gc.collect()
-    if face is OURS:
+    if package is OURS:
         # Torch keeps them here.
         assert [block() for block in blocks] == [None] * len(blocks)
     # What is kept still answers for itself.

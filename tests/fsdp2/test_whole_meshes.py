@@ -40,7 +40,7 @@ MESHES: dict[str, tuple[dict[str, int], Any, Any]] = {
 CUTS = {"up.weight": 0, "up.bias": 0, "down.weight": 1, "head.weight": 0, "head.bias": 0}
 
 
-def whole(face: ModuleType, which: str, hidden: int = 16, seed: int = 0, **settings: Any) -> Mlps:
+def whole(package: ModuleType, which: str, hidden: int = 16, seed: int = 0, **settings: Any) -> Mlps:
     sizes, shard, replicate = MESHES[which]
     torch.manual_seed(seed)
     model = Mlps(hidden).double()
@@ -51,9 +51,9 @@ def whole(face: ModuleType, which: str, hidden: int = 16, seed: int = 0, **setti
         holder, _, key = name.rpartition(".")
         placed = nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements))
         setattr(model.get_submodule(holder), key, placed)
-    dims = face.DataParallelMeshDims(shard=shard, replicate=replicate)
+    dims = package.DataParallelMeshDims(shard=shard, replicate=replicate)
     for module in (*model.blocks, model):
-        face.fully_shard(module, mesh=mesh, dp_mesh_dims=dims, **settings)
+        package.fully_shard(module, mesh=mesh, dp_mesh_dims=dims, **settings)
     return model
 
 
@@ -69,8 +69,8 @@ def square_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def _shown(face: ModuleType, which: str) -> Any:
-    model = whole(face, which, 16 if "tensor" in which else 15)
+def _shown(package: ModuleType, which: str) -> Any:
+    model = whole(package, which, 16 if "tensor" in which else 15)
     found: list[Any] = [seen(model)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
@@ -100,8 +100,8 @@ def test_all_is_as_torch_has_it(ranks: KeptRanks, which: str) -> None:
 
 
 def _carried(rank: int, which: str, folder: str) -> None:
-    def trained(face: ModuleType, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = whole(face, which, seed=seed)
+    def trained(package: ModuleType, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = whole(package, which, seed=seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(steps):
             square_of(model, batch(which, step)).backward()
@@ -154,7 +154,7 @@ class Typed(nn.Module):
         return made
 
 
-def typed(face: ModuleType, which: str, **settings: Any) -> nn.Sequential:
+def typed(package: ModuleType, which: str, **settings: Any) -> nn.Sequential:
     """With types of ``spmd_types`` on the axis ``tensor``, and on none for data."""
     import spmd_types as spmd
 
@@ -170,15 +170,15 @@ def typed(face: ModuleType, which: str, **settings: Any) -> nn.Sequential:
                 axes = dict.fromkeys(sizes, spmd.R)
             groups = {spmd.MeshAxis.of(mesh.get_group(axis)): each for axis, each in axes.items()}
             spmd.assert_type(getattr(module, name), groups)
-    dims = face.DataParallelMeshDims(shard=shard, replicate=replicate)
+    dims = package.DataParallelMeshDims(shard=shard, replicate=replicate)
     with spmd.set_current_mesh(mesh):
         for module in (*model, model):
-            face.fully_shard(module, mesh=mesh, dp_mesh_dims=dims, **settings)
+            package.fully_shard(module, mesh=mesh, dp_mesh_dims=dims, **settings)
     return model
 
 
-def _typed(face: ModuleType, which: str) -> Any:
-    model = typed(face, which)
+def _typed(package: ModuleType, which: str) -> Any:
+    model = typed(package, which)
     found: list[Any] = [seen(model)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tensor = MESHES[which][0].get("tensor", 1)

@@ -576,11 +576,11 @@ def word_losses(rank: int) -> dict[str, list[float]]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     ids = torch.randint(0, 32000, (4, 512), device=device, generator=torch.Generator(device).manual_seed(rank))
     found = {}
-    for name, face in (("captured", fully_shard), ("expected", torch.distributed.fsdp.fully_shard)):
+    for name, fsdp2 in (("captured", fully_shard), ("expected", torch.distributed.fsdp.fully_shard)):
         torch.manual_seed(0)
         model = Words().to(device)
         for module in (*model.blocks, model):
-            face(module, mesh=mesh, mp_policy=policy)
+            fsdp2(module, mesh=mesh, mp_policy=policy)
         parameters = polyshard.flat_parameters(model) if name == "captured" else model.parameters()
         optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True, capturable=True)
 

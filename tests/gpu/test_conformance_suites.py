@@ -1,4 +1,4 @@
-"""Built-in casters, managers, policies and listeners against their contracts' suites, where models compute on CUDA."""
+"""Built-in precision plugins, managers, policies and listeners against their contracts' suites, with models on CUDA."""
 
 from __future__ import annotations
 

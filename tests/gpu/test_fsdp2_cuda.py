@@ -104,21 +104,21 @@ def test_parameters_on_another_device_are_refused_by_the_next_forward() -> None:
         assert "non-CPU device: [('0.weight'" in refused
 
 
-def parked(rank: int) -> tuple[list[list[float]], int, int]:
-    """Losses over torch's ``fully_shard`` and ours, and of ours the bytes that parking frees, and those of parameters.
+def offloaded(rank: int) -> tuple[list[list[float]], int, int]:
+    """Losses over torch's ``fully_shard`` and ours, and of ours the bytes that offloading frees, and of parameters.
 
     As trainers do to make room for another phase.
     """
     device = settle_on_device(rank)
     mesh = init_device_mesh("cuda", (WORLD_SIZE,))
     told, freed, held = [], 0, 0
-    for face in (torch.distributed.fsdp, polyshard_fsdp2):
+    for package in (torch.distributed.fsdp, polyshard_fsdp2):
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 3)).double().to(device)
         x = torch.randn(4, 256, dtype=torch.float64).to(device)
         for layer in model:
-            face.fully_shard(layer, mesh=mesh)
-        face.fully_shard(model, mesh=mesh)
+            package.fully_shard(layer, mesh=mesh)
+        package.fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
         told.append([])
         for _ in range(3):
@@ -131,7 +131,7 @@ def parked(rank: int) -> tuple[list[list[float]], int, int]:
             model.to("cpu", non_blocking=True)
             freed = before - torch.cuda.memory_allocated()
             held = sum(parameter.to_local().nbytes for parameter in model.parameters())
-            if face is polyshard_fsdp2:
+            if package is polyshard_fsdp2:
                 with pytest.raises(DeviceError, match=r"non-CUDA device: \[\('0.weight'"):
                     model(x)
             model.to(device, non_blocking=True)
@@ -139,6 +139,6 @@ def parked(rank: int) -> tuple[list[list[float]], int, int]:
 
 
 def test_parameters_are_in_host_memory_between_steps() -> None:
-    for (theirs, ours), freed, held in run(parked):
+    for (theirs, ours), freed, held in run(offloaded):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
         assert freed >= held

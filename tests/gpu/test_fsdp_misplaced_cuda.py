@@ -64,19 +64,19 @@ def test_on_the_device_although_offloaded(use_orig_params: bool) -> None:
         assert trained
 
 
-def parked(rank: int, use_orig_params: bool) -> tuple[list[list[float]], int, int]:
-    """Losses of torch's wrapper and ours, and of ours the bytes that parking frees, and those of flat parameters."""
+def offloaded(rank: int, use_orig_params: bool) -> tuple[list[list[float]], int, int]:
+    """Losses of torch's wrapper and ours, and of ours the bytes that offloading frees, and those of flat parameters."""
     device = torch.device("cuda", torch.cuda.current_device())
     told, freed, held = [], 0, 0
-    for face in (torch.distributed.fsdp, polyshard_fsdp):
-        utilities = importlib.import_module(f"{face.__name__}._runtime_utils")
+    for package in (torch.distributed.fsdp, polyshard_fsdp):
+        utilities = importlib.import_module(f"{package.__name__}._runtime_utils")
         # Ours finds its root where it is asked.
         lazy_init = getattr(utilities, "_lazy_init", lambda model, _: model._is_root)
         torch.manual_seed(0)
         with warnings.catch_warnings():
             # With one GPU, not sharded.
             warnings.simplefilter("ignore")
-            model = face.FullyShardedDataParallel(
+            model = package.FullyShardedDataParallel(
                 nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 3)).double(),
                 auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
                 device_id=device,
@@ -105,6 +105,6 @@ def parked(rank: int, use_orig_params: bool) -> tuple[list[list[float]], int, in
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_in_host_memory_between_steps(use_orig_params: bool) -> None:
-    for (theirs, ours), freed, held in RANKS.run(WORLD_SIZE, parked, use_orig_params):
+    for (theirs, ours), freed, held in RANKS.run(WORLD_SIZE, offloaded, use_orig_params):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
         assert freed >= held

@@ -157,19 +157,19 @@ def test_training_follows_an_optimizer_on_the_device() -> None:
     start, inputs = torch.randn(1000), torch.randn(5, 1000, device=cuda()) / 30
     plain = nn.Parameter(start.to(cuda()))
     offload, spec = manager(), unit(1000)
-    parked = nn.Parameter(offload.place(spec, start.to(cuda())))
-    optimizers = [torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in (plain, parked)]
+    offloaded = nn.Parameter(offload.place(spec, start.to(cuda())))
+    optimizers = [torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in (plain, offloaded)]
     own_slice = torch.empty(1000, device=cuda())
     for x in inputs:
         ((plain * x).sum() ** 2).backward()
-        offload.fetch(spec, parked.data, own_slice)
+        offload.fetch(spec, offloaded.data, own_slice)
         leaf = own_slice.clone().requires_grad_()
         ((leaf * x).sum() ** 2).backward()
         assert leaf.grad is not None
-        parked.grad = offload.store_grad(spec, leaf.grad, None)
+        offloaded.grad = offload.store_grad(spec, leaf.grad, None)
         offload.sync_for_step()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     assert (plain.cpu() - start).abs().max() > 1e-3
-    torch.testing.assert_close(parked.data, plain.data.cpu(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(offloaded.data, plain.data.cpu(), rtol=0, atol=1e-5)

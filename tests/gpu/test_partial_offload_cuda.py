@@ -62,7 +62,7 @@ class Net(nn.Module):
 def train(
     rank: int, options: dict[str, Any], fused: bool, settings: dict[str, Any]
 ) -> tuple[list[float], set[str], tuple[str, ...]]:
-    """Largest differences in loss and norm (relative) and in parameters; devices of state; what was parked."""
+    """Largest differences in loss and norm (relative) and in parameters; devices of state; what was offloaded."""
     device = settle_on_device(rank)
     torch.manual_seed(0)
     reference = Net().to(device, torch.float64)
@@ -76,7 +76,7 @@ def train(
             torch.randn(4 * WORLD_SIZE, 7, generator=generator, dtype=torch.float64).to(device) for _ in range(2)
         ]
         for x in batches:
-            # Both are reduced: what is parked adds up on the host, the rest here.
+            # Both are reduced: what is offloaded adds up on the host, the rest here.
             loss = model(x.chunk(WORLD_SIZE)[rank])
             loss.backward()
             whole = reference(x)
@@ -95,7 +95,7 @@ def train(
     with polyshard.unsharded(model):
         pairs = zip(model.parameters(), reference.parameters(), strict=True)
         off.append(max((one - other).abs().max().item() for one, other in pairs))
-    return off, devices, polyshard.report(model).parked
+    return off, devices, polyshard.report(model).offloaded
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def train(
     ids=str,
 )
 def test_training_equals_the_unsharded_model(options: dict[str, Any], strategy: str, fused: bool) -> None:
-    for (loss, norm, parameters), devices, parked in run(train, options, fused, {"strategy": strategy}):
+    for (loss, norm, parameters), devices, offloaded in run(train, options, fused, {"strategy": strategy}):
         assert loss < 1e-12
         assert norm < 1e-12
         assert parameters < 1e-10
         assert devices == {"cpu", "cuda"}
-        assert 0 < len(parked) < 5
+        assert 0 < len(offloaded) < 5
 
 
 def placed(rank: int) -> list[tuple[str, str, bool]]:
@@ -132,7 +132,7 @@ def placed(rank: int) -> list[tuple[str, str, bool]]:
     return found
 
 
-def test_only_parked_units_leave_the_device() -> None:
+def test_only_offloaded_units_leave_the_device() -> None:
     for found in run(placed):
         for name, kind, pinned in found:
             assert (kind, pinned) == (("cpu", True) if name.startswith("blocks.1.") else ("cuda", False)), name
@@ -151,10 +151,10 @@ def scaled(rank: int, fused: bool) -> tuple[list[bool], float, float]:
     for turn in range(10):
         scaler.scale(model(torch.randn(4, 7, device=device))).backward()
         scale = scaler.get_scale()
-        parked = model.blocks[1].up.weight
+        offloaded = model.blocks[1].up.weight
         if turn % 2 and rank == 0:
-            assert parked.grad is not None
-            local(parked.grad)[0, 0] = torch.inf
+            assert offloaded.grad is not None
+            local(offloaded.grad)[0, 0] = torch.inf
         held = [(local(each.detach()), local(each.grad).clone()) for each in model.parameters()]
         before = [parameter.clone() for parameter, _ in held]
         for _ in range(20):

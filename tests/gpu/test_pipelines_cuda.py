@@ -37,7 +37,7 @@ PLANS = [
     for plan in (
         Plan("GPipe"),
         Plan("GPipe", gathers="microbatch", settings=KEPT),
-        Plan("GPipe", faced=True),
+        Plan("GPipe", drop_in=True),
         Plan("1F1B", settings=KEPT),
         Plan("1F1B", gathers="microbatch"),
         Plan("Interleaved1F1B", each=2),
@@ -45,7 +45,7 @@ PLANS = [
         Plan("LoopedBFS", each=2, settings=KEPT),
         Plan("InterleavedZeroBubble", each=2),
         Plan("ZBVZeroBubble", each=2, settings=KEPT),
-        Plan("ZBVZeroBubble", each=2, faced=True),
+        Plan("ZBVZeroBubble", each=2, drop_in=True),
         Plan("DualPipeV", each=2),
     )
 ]
@@ -53,7 +53,7 @@ PLANS = [
 PLANS += [
     Plan("1F1B", sizes=(2, 2, 1), names=("pp", "replicate", "dp"), settings=HYBRID),
     Plan("1F1B", sizes=(2, 1, 2), names=("pp", "dp", "tp"), gathers="microbatch"),
-    Plan("Interleaved1F1B", each=2, sizes=(2, 1, 2), names=("pp", "dp", "tp"), faced=True),
+    Plan("Interleaved1F1B", each=2, sizes=(2, 1, 2), names=("pp", "dp", "tp"), drop_in=True),
 ]
 
 

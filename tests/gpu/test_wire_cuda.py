@@ -49,7 +49,7 @@ def on_host(shard: torch.Tensor, code: BlockCode) -> torch.Tensor:
 
 
 def on_device(shards: list[torch.Tensor], name: str, block: int) -> list[torch.Tensor]:
-    """``[1, nbytes]`` of each that the caster writes on CUDA, where Triton is there by kernels."""
+    """``[1, nbytes]`` of each that the precision plugin writes on CUDA, where Triton is there by kernels."""
     code = BlockCode(Number(name), block)
     wires = [torch.full((1, code.nbytes(shard.numel())), 99, dtype=torch.uint8, device=CUDA) for shard in shards]
     given = [shard.to(CUDA) for shard in shards]
@@ -60,7 +60,7 @@ def on_device(shards: list[torch.Tensor], name: str, block: int) -> list[torch.T
 def read(
     wires: list[torch.Tensor], shards: list[torch.Tensor], name: str, block: int, compute: str
 ) -> list[torch.Tensor]:
-    """What the caster makes of ``wires`` on CUDA, on the CPU."""
+    """What the precision plugin makes of ``wires`` on CUDA, on the CPU."""
     outs = [torch.full((1, shard.numel()), math.nan, dtype=COMPUTES[compute], device=CUDA) for shard in shards]
     caster(name, block=block, compute=compute).decode_many([unit(shard) for shard in shards], wires, outs)
     return [out.cpu() for out in outs]

@@ -135,7 +135,7 @@ class Late(OffloadManager):
     """A stranger's: gradients arrive some time later, by a thread, and gathers read copies."""
 
     api_version = 1
-    capabilities = OffloadCapabilities(parks=True, keeps_values=True, awaits_gradients=True)
+    capabilities = OffloadCapabilities(offloads=True, keeps_values=True, awaits_gradients=True)
 
     def __init__(self) -> None:
         self._copies: dict[UnitSpec, torch.Tensor] = {}
@@ -526,8 +526,8 @@ def _muon(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("settings", "optimizer", "says"),
     [
-        ({"offload": "none"}, sgd, "SGD holds no parameter that an offload manager parks"),
-        ({"offload": "cpu"}, sgd, "CpuOffload parks '\\(root\\)', and gathers of a backward may read"),
+        ({"offload": "none"}, sgd, "SGD holds no offloaded parameter"),
+        ({"offload": "cpu"}, sgd, "CpuOffload offloads '\\(root\\)', and gathers of a backward may read"),
         ({"precision": "fp16"}, sgd, "Fp16 of '\\(root\\)' needs a scaled loss"),
         ({}, _muon, "Muon cannot step in the backward"),
         ({}, lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS cannot step in the backward"),

@@ -128,7 +128,7 @@ def states_of(trainer: Trainer) -> dict[str, Any]:
     """What ``torch.distributed.checkpoint`` saves of this rank's stages: under names of the whole model."""
     model, optimizer = {}, {}
     for each, its in zip(trainer.models, trainer.optimizers, strict=True):
-        if trainer.plan.faced:
+        if trainer.plan.drop_in:
             flat = StateDictOptions(flatten_optimizer_state_dict=True)
             values, state = get_state_dict(each, its, options=flat)
             optimizer.update(state)
@@ -154,7 +154,7 @@ def through_dcp(rank: int, plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
     for each, its in zip(trainer.models, trainer.optimizers, strict=True):
         names = dict(each.named_parameters(remove_duplicate=False))
         model = {name: value for name, value in state["model"].items() if name in names}
-        if plan.faced:
+        if plan.drop_in:
             flat = StateDictOptions(flatten_optimizer_state_dict=True)
             kept = get_state_dict(each, its, options=flat)[1].keys()
             optimizer = {name: state["optimizer"][name] for name in kept}
@@ -173,7 +173,7 @@ def through_dcp(rank: int, plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
     "plan",
     [
         Plan("1F1B", tied=False),
-        pytest.param(Plan("Interleaved1F1B", each=2, tied=False, faced=True), marks=pytest.mark.nightly),
+        pytest.param(Plan("Interleaved1F1B", each=2, tied=False, drop_in=True), marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -52,8 +52,8 @@ def assert_parity(plan: Plan) -> None:
         pytest.param(Plan("Interleaved1F1B", each=2), marks=pytest.mark.nightly),
         Plan("ZBVZeroBubble", each=2, gathers="microbatch"),
         pytest.param(Plan("ZBVZeroBubble", each=2), marks=pytest.mark.nightly),
-        Plan("GPipe", faced=True),
-        pytest.param(Plan("ZBVZeroBubble", each=2, faced=True), marks=pytest.mark.nightly),
+        Plan("GPipe", drop_in=True),
+        pytest.param(Plan("ZBVZeroBubble", each=2, drop_in=True), marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -93,7 +93,7 @@ HYBRID = {"strategy": "hybrid_shard", "shard": "dp", "replicate": "replicate"}
             for plan in (
                 Plan("1F1B", sizes=(2, 2, 2), names=("pp", "dp", "tp"), gathers="microbatch"),
                 Plan("1F1B", sizes=(2, 2, 2), names=("pp", "replicate", "dp"), settings=HYBRID),
-                Plan("1F1B", sizes=(2, 2, 2), names=("pp", "dp", "tp"), faced=True),
+                Plan("1F1B", sizes=(2, 2, 2), names=("pp", "dp", "tp"), drop_in=True),
             )
         ),
     ],
@@ -139,7 +139,7 @@ def two_schedules(rank: int, plan: Plan, waits: bool) -> dict[str, torch.Tensor]
     """
     trainer = Trainer(plan)
     # Of what ``fully_shard`` sharded, torch 2.15 can leave the first as it is.
-    leaves = waits and plan.faced and "finalize_gradients" in signature(trainer.schedule.step).parameters
+    leaves = waits and plan.drop_in and "finalize_gradients" in signature(trainer.schedule.step).parameters
     with ExitStack() as stack:
         for model in trainer.models if waits and not leaves else ():
             stack.enter_context(polyshard.no_sync(model))
@@ -166,8 +166,8 @@ def two_schedules(rank: int, plan: Plan, waits: bool) -> dict[str, torch.Tensor]
         # Nothing is sharded or cast: autograd accumulates by itself.
         Plan("GPipe", sizes=(2, 1), tied=False, settings={"strategy": "no_shard"}),
         Plan("GPipe", sizes=(1, 2), tied=False),
-        Plan("1F1B", tied=False, faced=True),
-        pytest.param(Plan("Interleaved1F1B", each=2, tied=False, faced=True), marks=pytest.mark.nightly),
+        Plan("1F1B", tied=False, drop_in=True),
+        pytest.param(Plan("Interleaved1F1B", each=2, tied=False, drop_in=True), marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -266,7 +266,7 @@ def scaled(rank: int, plan: Plan, broken: float) -> tuple[float, dict[str, torch
     ("plan", "broken"),
     [
         (Plan("1F1B"), math.nan),
-        pytest.param(Plan("Interleaved1F1B", each=2, faced=True), math.inf, marks=pytest.mark.nightly),
+        pytest.param(Plan("Interleaved1F1B", each=2, drop_in=True), math.inf, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

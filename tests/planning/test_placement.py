@@ -128,7 +128,7 @@ def test_what_gathers_itself_or_computes_as_bytes_is_cut_along_rows_alone() -> N
     refused(Tower(head), silent(policy=policy), ConfigError, words)
     policy = {"name": "custom", "fn": lambda module: isinstance(module, nn.Linear) and {"placement": {"weight": 1}}}
     model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32))
-    words = "'0.weight' would be cut along dimension 1, and its caster computes with the bytes of a gather"
+    words = "'0.weight' would be cut along dimension 1, and its precision plugin computes with the bytes of a gather"
     refused(model, silent(policy=policy, precision="fp8_linear"), UnsupportedError, words)
 
 

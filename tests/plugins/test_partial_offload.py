@@ -1,4 +1,4 @@
-"""``partial``: which units are parked, and that training, clipping and state are those of the unsharded model."""
+"""``partial``: which units are offloaded, and that training, clipping and state are those of the unsharded model."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TestByBudgetThatKeeps(OffloadSuite):
 
 
 @pytest.mark.parametrize(
-    ("options", "parked"),
+    ("options", "offloaded"),
     [
         ({"units": "blocks.0"}, UNITS[1:2]),
         ({"units": ["blocks.[02]", "(root)"]}, (UNITS[0], UNITS[1], UNITS[3])),
@@ -111,18 +111,18 @@ class TestByBudgetThatKeeps(OffloadSuite):
     ],
     ids=str,
 )
-def test_units_are_parked_by_pattern_or_budget(options: dict[str, Any], parked: tuple[str, ...]) -> None:
+def test_units_are_offloaded_by_pattern_or_budget(options: dict[str, Any], offloaded: tuple[str, ...]) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[tuple[str, ...], list[str], int]:
         inner = Recorded()
         model = sharded_copy(seeded(Net), rank, world, offload=partial(**options, inner=inner), **BLOCKS)
         report = polyshard.report(model)
-        return report.parked, [label for call, label in inner.calls if call == "place"], report.parked_nbytes
+        return report.offloaded, [label for call, label in inner.calls if call == "place"], report.offloaded_nbytes
 
     sizes = {"(root)": 21 * 8} | dict.fromkeys(UNITS[1:], 45 * 8)
     for reported, placed, nbytes in on_ranks(2, on_rank):
-        assert reported == parked
-        assert tuple(placed) == parked
-        assert nbytes == sum(sizes[name] for name in parked)
+        assert reported == offloaded
+        assert tuple(placed) == offloaded
+        assert nbytes == sum(sizes[name] for name in offloaded)
 
 
 def spec(numel: int, trained: bool, index: int) -> UnitSpec:
@@ -132,17 +132,17 @@ def spec(numel: int, trained: bool, index: int) -> UnitSpec:
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=8), st.integers(0, 2000), st.sampled_from([0, 1, 2])
 )
-def test_what_stays_fits_the_budget_and_what_is_parked_would_not(
+def test_what_stays_fits_the_budget_and_what_is_offloaded_would_not(
     sizes: list[tuple[int, bool]], nbytes: int, states: int
 ) -> None:
     units = [spec(numel, trained, index) for index, (numel, trained) in enumerate(sizes)]
-    parked = ByBudget(nbytes, states).parked(units)
+    offloaded = ByBudget(nbytes, states).offloaded(units)
     taken = 0
     for unit in units:
         # fp32: master, gradient, states; a frozen unit has a master alone.
         own = 4 * unit.shard_numel * (2 + states if unit.trained else 1)
-        assert (unit in parked) == (taken + own > nbytes)
-        taken += 0 if unit in parked else own
+        assert (unit in offloaded) == (taken + own > nbytes)
+        taken += 0 if unit in offloaded else own
     assert taken <= nbytes
 
 
@@ -168,7 +168,7 @@ def test_one_module_with_a_unit_here_and_one_on_the_host() -> None:
     def labels(rank: int, world: ThreadedWorld) -> tuple[str, ...]:
         # A frozen unit of 16 elements in fp64 takes 64 bytes of a rank, a trained one, the first of its module, 256.
         model = sharded_copy(seeded(adapted), rank, world, policy=units_of(Adapted), offload=partial(device_bytes=128))
-        return polyshard.report(model).parked
+        return polyshard.report(model).offloaded
 
     assert on_ranks(2, labels) == [("blocks.0", "blocks.1")] * 2
     assert_parity(
@@ -180,7 +180,7 @@ def test_one_module_with_a_unit_here_and_one_on_the_host() -> None:
     )
 
 
-def test_a_model_without_values_is_parked_in_part() -> None:
+def test_a_model_without_values_is_offloaded_in_part() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[tuple[str, ...], dict[str, torch.Tensor]]:
         with torch.device("meta"):
             empty = Net().double()
@@ -190,10 +190,10 @@ def test_a_model_without_values_is_parked_in_part() -> None:
             threaded(world, rank, offload=partial(units="blocks.1"), **BLOCKS),
             initializer=lambda module: [nn.init.ones_(each) for each in module.parameters(recurse=False)],
         )
-        return polyshard.report(model).parked, whole(model)
+        return polyshard.report(model).offloaded, whole(model)
 
-    for parked, parameters in on_ranks(2, on_rank):
-        assert parked == ("blocks.1",)
+    for offloaded, parameters in on_ranks(2, on_rank):
+        assert offloaded == ("blocks.1",)
         assert all(value.eq(1).all() for value in parameters.values())
 
 
@@ -222,22 +222,22 @@ def test_units_that_stay_are_never_asked_for_and_kept_slices_cross_once() -> Non
 
 
 @pytest.mark.filterwarnings("ignore:polyshard is switching to use `NO_SHARD`")
-def test_what_no_sync_left_is_delivered_by_a_backward_that_reaches_no_parked_unit() -> None:
+def test_what_no_sync_left_is_delivered_by_a_backward_that_reaches_no_offloaded_unit() -> None:
     """On one rank, whose other parameters need no help in backward."""
 
     class Skipping(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.parked = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))
+            self.first, self.offloaded = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))
 
         def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
             x = self.first(x)
-            return x if skips else self.parked(x)
+            return x if skips else self.offloaded(x)
 
     torch.manual_seed(0)
     whole = Skipping().double()
     sharded = copy.deepcopy(whole)
-    offload = {"name": "partial", "units": "parked"}
+    offload = {"name": "partial", "units": "offloaded"}
     config = ShardConfig(collectives="fake", offload=offload, policy=units_of(nn.Sequential), split_root=False)
     polyshard.shard(sharded, config)
     x = torch.linspace(0, 1, 6, dtype=torch.float64).view(2, 3)
@@ -267,4 +267,4 @@ def test_by_name_from_a_file_with_an_inner_manager(tmp_path: Path) -> None:
         """
     )
     model = polyshard.shard(Net(), polyshard.ShardConfig.from_toml(tmp_path / "run.toml"))
-    assert polyshard.report(model).parked == ("blocks.0", "blocks.1")
+    assert polyshard.report(model).offloaded == ("blocks.0", "blocks.1")

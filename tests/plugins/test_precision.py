@@ -1,4 +1,4 @@
-"""Precision casters: which dtypes they choose, and what their casts do to inputs, outputs and gradients."""
+"""Precision plugins: which dtypes they choose, and what their casts do to inputs, outputs and gradients."""
 
 from __future__ import annotations
 

@@ -410,7 +410,7 @@ def test_a_context_for_tests_constructs_plugins_by_name() -> None:
     fake = context.construct(Group.COLLECTIVES, {"name": "fake", "world_size": 3})
     assert fake.world_size == 3
     assert context.construct(Group.PRECISION, "bf16").capabilities.encodes is False
-    assert context.construct(Group.OFFLOAD, "cpu").capabilities.parks is True
+    assert context.construct(Group.OFFLOAD, "cpu").capabilities.offloads is True
     root = torch.nn.Sequential(torch.nn.Linear(2, 2))
     assert set(context.construct(Group.POLICIES, "always").plan(root, PolicyContext())) == {root[0]}
 

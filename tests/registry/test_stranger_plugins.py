@@ -141,7 +141,7 @@ OFFLOADS = """
 from polyshard.interfaces import OffloadCapabilities, OffloadManager
 
 class Base(OffloadManager):
-    capabilities = OffloadCapabilities(parks=True)
+    capabilities = OffloadCapabilities(offloads=True)
 
     def __init__(self, context):
         pass
@@ -198,6 +198,11 @@ def offered(site: Path, module: str, body: str) -> tuple[PluginState, str]:
             "capabilities is a method and must be a property or an attribute: put @property above it",
         ),
         ("acme_nothing", "    place = None", "place is None and must be a method: place(unit, shard)"),
+        (
+            "acme_renamed",
+            "    def units_to_park(self, units): return units[:1]",
+            "units_to_park is called units_to_offload now: rename it",
+        ),
         ("acme_ungiven", "    def __init__(self): pass", "it must take a PluginContext as its first argument"),
     ],
 )

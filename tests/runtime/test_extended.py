@@ -233,7 +233,7 @@ REFUSALS: dict[str, tuple[Callable[[], Net], dict[str, Any], type[Exception], st
         ParameterError,
         r"'down.weight' on rank \d is a Rounded of shape \(7, 7\) and strides \(1, 7\)",
     ),
-    "parked": (seeded, {"offload": "cpu"}, UnsupportedError, "CpuOffload would park 'down.weight', a Rounded"),
+    "offloaded": (seeded, {"offload": "cpu"}, UnsupportedError, "CpuOffload would offload 'down.weight', a Rounded"),
 }
 
 

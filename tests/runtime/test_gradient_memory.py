@@ -96,17 +96,17 @@ def test_a_gradient_that_is_still_held_keeps_its_values() -> None:
     torch.testing.assert_close(whole_of(expected, on_ranks(2, on_rank)), expected, rtol=1e-12, atol=1e-12)
 
 
-class Parked(NoOffload):
+class Offloaded(NoOffload):
     """Keeps nothing, and is told to add to what it returned."""
 
     def __init__(self) -> None:
-        super().__init__(PluginContext("parked", torch.device("cpu")))
+        super().__init__(PluginContext("offloaded", torch.device("cpu")))
         self.returned: list[int] = []
         self.added_to: list[int] = []
 
     @property
     def capabilities(self) -> OffloadCapabilities:
-        return OffloadCapabilities(parks=True)
+        return OffloadCapabilities(offloads=True)
 
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
         if into is not None:
@@ -119,11 +119,11 @@ class Parked(NoOffload):
 
 def test_offload_managers_add_to_the_tensor_that_they_returned() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[int], list[int]]:
-        parked = Parked()
-        model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block), offload=parked)
+        offloaded = Offloaded()
+        model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block), offload=offloaded)
         square_step(model, 0, rank)
         square_step(model, 1, rank)
-        return parked.returned, parked.added_to
+        return offloaded.returned, offloaded.added_to
 
     for returned, added_to in on_ranks(2, on_rank):
         assert len(returned) == 4

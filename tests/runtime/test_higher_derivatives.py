@@ -1,4 +1,4 @@
-"""Derivatives of derivatives, and forwards under transforms, on all faces against unsharded copies of the model."""
+"""Derivatives of derivatives, and forwards under transforms, under all APIs against unsharded copies of the model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def wrapped(model: nn.Module) -> nn.Module:
     )
 
 
-FACES: dict[str, Callable[[nn.Module], nn.Module]] = {
+APIS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "shard": native,
     "shard, kept": lambda model: native(model, strategy="shard_grad_op"),
     "no_shard": lambda model: native(model, strategy="no_shard"),
@@ -186,12 +186,12 @@ def step_of(case: str) -> Callable[[nn.Module, int, int], list[torch.Tensor]]:
 
 def _losses(rank: int, case: str) -> dict[str, list[float]]:
     found = {}
-    for face, shard in FACES.items():
+    for api, shard in APIS.items():
         model = shard(seeded(CASES[case][0]))
         optimizer, step = torch.optim.SGD(model.parameters(), lr=0.1), step_of(case)
-        found[face] = []
+        found[api] = []
         for turn in range(TURNS):
-            found[face] += [float(loss) for loss in step(model, turn, rank)]
+            found[api] += [float(loss) for loss in step(model, turn, rank)]
             optimizer.step()
             optimizer.zero_grad()
     return found
@@ -200,7 +200,7 @@ def _losses(rank: int, case: str) -> dict[str, list[float]]:
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_the_unsharded_model(case: str, processes: RankPool) -> None:
     expected = train_reference(seeded(CASES[case][0]), step_of(case), RANKS, TURNS).observed
-    for rank, faces in enumerate(processes.run(_losses, case)):
+    for rank, found in enumerate(processes.run(_losses, case)):
         wanted = [float(expected[turn][rank][0]) for turn in range(TURNS)]
-        for face, losses in faces.items():
-            assert losses == pytest.approx(wanted, rel=1e-11, abs=1e-11), face
+        for api, losses in found.items():
+            assert losses == pytest.approx(wanted, rel=1e-11, abs=1e-11), api

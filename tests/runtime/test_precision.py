@@ -1,4 +1,4 @@
-"""What casters do to a step: dtypes seen, exact reductions, units of other precision, full precision in eval."""
+"""What precision plugins do to a step: dtypes seen, exact reductions, units of others, full precision in eval."""
 
 from __future__ import annotations
 
@@ -394,7 +394,7 @@ def test_an_eval_between_microbatches_loses_no_gradient() -> None:
         torch.testing.assert_close(gradient, expected, rtol=2**-8, atol=1e-6)
 
 
-# A gather whose bytes are no dtype: a caster that sends parameters as int8 with scales.
+# A gather whose bytes are no dtype: a precision plugin that sends parameters as int8 with scales.
 
 
 def quantised(flat: torch.Tensor, ranks: int) -> torch.Tensor:

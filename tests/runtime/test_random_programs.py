@@ -191,7 +191,7 @@ class Run:
         self._train(index, step)
 
     def _hand_over(self, **options: Any) -> None:
-        """Let the optimizer step in the backward, if its parameters are parked, with a copy."""
+        """Let the optimizer step in the backward, if its parameters are offloaded, with a copy."""
         with suppress(ConfigError):
             step_in_backward(self.model, self.optimizer[0], **options)
 

@@ -247,7 +247,9 @@ def test_a_step_sends_what_the_table_says(case: str) -> None:
     optimizer = adam(model)
     unit = root_of(model).units[0]
     ranks = unit.ranks
-    groups: Any = {id(each): each for each in (ranks.owner, ranks.gather, ranks.replicate, unit.neighbours) if each}
+    groups: Any = {
+        id(each): each for each in (ranks.owner, ranks.gather, ranks.replicate, unit.post_forward_ranks) if each
+    }
 
     def step() -> None:
         for turn in range(_MICROBATCHES):

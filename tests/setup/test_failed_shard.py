@@ -58,7 +58,7 @@ class Shelf(OffloadManager):
 
     @property
     def capabilities(self) -> OffloadCapabilities:
-        return OffloadCapabilities(parks=True)
+        return OffloadCapabilities(offloads=True)
 
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         self._failing.reach("place")
@@ -148,7 +148,7 @@ def plugins(failing: Failing) -> dict[str, Any]:
 
 
 class Buffered(nn.Module):
-    """Buffers that a caster casts, an embedding in front, parameters of two dtypes, one of them in no order of rows."""
+    """Buffers that a plugin casts, an embedding in front, parameters of two dtypes, one of them in no order of rows."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,18 +33,18 @@ from wires import Int8Wire
 F32 = torch.float32
 
 
-class Parking(OffloadManager):
-    """Parks what ``park`` makes of a shard, and ``store`` of a gradient, and brings back what ``bring`` writes."""
+class Offloading(OffloadManager):
+    """Offloads what ``place`` makes of a shard, and ``store`` of a gradient, and brings back what ``bring`` writes."""
 
     def __init__(
         self,
-        park: Callable[[torch.Tensor], Any] = torch.clone,
+        place: Callable[[torch.Tensor], Any] = torch.clone,
         store: Callable[[torch.Tensor], Any] = torch.clone,
         bring: Callable[[torch.Tensor, torch.Tensor], object] = lambda own, master: own.copy_(master),
         capabilities: Any = None,
     ) -> None:
-        self._park, self._store, self._bring = park, store, bring
-        self._capabilities = capabilities or OffloadCapabilities(parks=True)
+        self._place, self._store, self._bring = place, store, bring
+        self._capabilities = capabilities or OffloadCapabilities(offloads=True)
 
     @property
     def capabilities(self) -> OffloadCapabilities:
@@ -52,8 +52,8 @@ class Parking(OffloadManager):
         return capabilities
 
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
-        parked: torch.Tensor = self._park(shard)
-        return parked
+        offloaded: torch.Tensor = self._place(shard)
+        return offloaded
 
     def fetch(self, unit: UnitSpec, master: torch.Tensor, own_slice: torch.Tensor) -> None:
         self._bring(own_slice, master)
@@ -89,13 +89,13 @@ TENSORS: dict[str, tuple[Callable[[torch.Tensor], Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("park", "words"), TENSORS.values(), ids=TENSORS)
+@pytest.mark.parametrize(("place", "words"), TENSORS.values(), ids=TENSORS)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_a_place_for_masters_that_no_parameter_can_view(
-    strategy: str, park: Callable[[torch.Tensor], Any], words: tuple[str, ...]
+    strategy: str, place: Callable[[torch.Tensor], Any], words: tuple[str, ...]
 ) -> None:
-    config = silent(offload=Parking(park), strategy=strategy, policy="always", check_ranks=False)
-    words = ("place of ", "Parking", "unit 'first'", "rank 2", *words)
+    config = silent(offload=Offloading(place), strategy=strategy, policy="always", check_ranks=False)
+    words = ("place of ", "Offloading", "unit 'first'", "rank 2", *words)
     refused(Tower(), config, errors.PluginContractError, *words, twin=Tower())
 
 
@@ -106,18 +106,18 @@ def test_a_stored_gradient_that_grad_cannot_view(store: Callable[[torch.Tensor],
     def on_rank(rank: int, world: ThreadedWorld) -> str:
         with world.lock:
             mine = copy.deepcopy(model)
-        polyshard.shard(mine, threaded(world, rank, offload=Parking(store=store), policy=units_of(Block)))
+        polyshard.shard(mine, threaded(world, rank, offload=Offloading(store=store), policy=units_of(Block)))
         with pytest.raises(errors.PluginContractError) as caught:
             mine(torch.ones(2, 3)).sum().backward()
         return str(caught.value)
 
     for rank, text in enumerate(on_ranks(2, on_rank)):
-        for word in ("store_grad of ", "Parking", "unit '", f"rank {rank}", *words):
+        for word in ("store_grad of ", "Offloading", "unit '", f"rank {rank}", *words):
             assert word in text, text
 
 
 def test_masters_and_gradients_elsewhere_train_right() -> None:
-    assert_parity(seeded(Net), square_step, 2, optimizer=adam, settings={"offload": Parking(), "policy": "always"})
+    assert_parity(seeded(Net), square_step, 2, optimizer=adam, settings={"offload": Offloading(), "policy": "always"})
 
 
 class Says(PrecisionCaster):
@@ -184,47 +184,47 @@ def test_casters_that_answer_something_else(caster: PrecisionCaster, words: tupl
 
 
 def test_a_manager_without_capabilities() -> None:
-    manager = Parking(capabilities={"parks": True})
-    words = ("capabilities of", "Parking", "an instance of dict", "rank 2", "OffloadCapabilities")
+    manager = Offloading(capabilities={"offloads": True})
+    words = ("capabilities of", "Offloading", "an instance of dict", "rank 2", "OffloadCapabilities")
     refused(Tower(), silent(offload=manager), errors.PluginContractError, *words, twin=Tower())
 
 
 def test_masters_that_share_memory() -> None:
     shelf = torch.zeros(64)
-    manager = Parking(lambda shard: shelf[: shard.numel()].copy_(shard))
-    words = ("place of", "Parking", "'first'", "same memory", "rank 2")
+    manager = Offloading(lambda shard: shelf[: shard.numel()].copy_(shard))
+    words = ("place of", "Offloading", "'first'", "same memory", "rank 2")
     config = silent(offload=manager, policy="always", check_ranks=False)
     refused(Tower(), config, errors.PluginContractError, *words, twin=Tower())
 
 
 #: A manager, and words of the error.
-MANAGERS: dict[str, tuple[Parking, tuple[str, ...]]] = {
-    "memory without the values": (Parking(torch.zeros_like), ("place of", "0.0 where ", " was")),
-    "the shard itself, emptied": (Parking(torch.Tensor.zero_), ("place of", "0.0 where ")),
+MANAGERS: dict[str, tuple[Offloading, tuple[str, ...]]] = {
+    "memory without the values": (Offloading(torch.zeros_like), ("place of", "0.0 where ", " was")),
+    "the shard itself, emptied": (Offloading(torch.Tensor.zero_), ("place of", "0.0 where ")),
     "the last element is missing": (
-        Parking(lambda shard: torch.cat([shard[:-1], shard.new_full((1,), 7.0)])),
+        Offloading(lambda shard: torch.cat([shard[:-1], shard.new_full((1,), 7.0)])),
         ("place of", "7.0 where "),
     ),
-    "fetch does nothing": (Parking(bring=lambda own, master: None), ("fetch of", "nan where ")),
+    "fetch does nothing": (Offloading(bring=lambda own, master: None), ("fetch of", "nan where ")),
     "fetch writes half": (
-        Parking(bring=lambda own, master: own[: len(own) // 2].copy_(master[: len(own) // 2])),
+        Offloading(bring=lambda own, master: own[: len(own) // 2].copy_(master[: len(own) // 2])),
         ("nan",),
     ),
-    "fetch adds": (Parking(bring=lambda own, master: own.add_(master)), ("fetch of", "nan where ")),
-    "fetch scales": (Parking(bring=lambda own, master: own.copy_(master * 2)), ("fetch of",)),
+    "fetch adds": (Offloading(bring=lambda own, master: own.add_(master)), ("fetch of", "nan where ")),
+    "fetch scales": (Offloading(bring=lambda own, master: own.copy_(master * 2)), ("fetch of",)),
 }
 
 
 @pytest.mark.parametrize(("manager", "words"), MANAGERS.values(), ids=MANAGERS)
-def test_managers_that_lose_values(manager: Parking, words: tuple[str, ...]) -> None:
+def test_managers_that_lose_values(manager: Offloading, words: tuple[str, ...]) -> None:
     config = silent(offload=manager, policy="always", check_ranks=False, strategy="full_shard")
-    refused(Tower(), config, errors.PluginContractError, "Parking", "unit 'first'", "rank 2", *words, twin=Tower())
+    refused(Tower(), config, errors.PluginContractError, "Offloading", "unit 'first'", "rank 2", *words, twin=Tower())
 
 
 def test_a_manager_may_keep_the_shard_where_it_is() -> None:
     collectives = {"name": "fake", "world_size": 4}
     model = polyshard.shard(
-        Tower(), polyshard.ShardConfig(collectives=collectives, offload=Parking(lambda shard: shard))
+        Tower(), polyshard.ShardConfig(collectives=collectives, offload=Offloading(lambda shard: shard))
     )
     model(torch.ones(1, 3)).sum().backward()
 
@@ -396,6 +396,6 @@ def test_collectives_whose_capabilities_are_no_bools(settings: dict[str, Any], w
 
 
 def test_a_manager_whose_capability_is_no_bool() -> None:
-    manager = Parking(capabilities=OffloadCapabilities(parks=torch.tensor(True)))  # type: ignore[arg-type]
+    manager = Offloading(capabilities=OffloadCapabilities(offloads=torch.tensor(True)))  # type: ignore[arg-type]
     config = silent(offload=manager, check_ranks=False)
-    refused(Tower(), config, errors.PluginContractError, "Parking", "parks=tensor(True)", "rank 2", twin=Tower())
+    refused(Tower(), config, errors.PluginContractError, "Offloading", "offloads=tensor(True)", "rank 2", twin=Tower())

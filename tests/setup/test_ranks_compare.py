@@ -61,7 +61,7 @@ class Folder(OffloadManager):
 
     api_version = 1
     local_options = frozenset({"folder"})
-    capabilities = OffloadCapabilities(parks=False)
+    capabilities = OffloadCapabilities(offloads=False)
 
     def __init__(self, context, folder, depth=1):
         pass

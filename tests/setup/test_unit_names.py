@@ -26,7 +26,7 @@ class ByName(OffloadManager):
 
     @property
     def capabilities(self) -> OffloadCapabilities:
-        return OffloadCapabilities(parks=True)
+        return OffloadCapabilities(offloads=True)
 
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
         self.masters[unit.name] = shard.clone()

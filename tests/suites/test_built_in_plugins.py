@@ -1,4 +1,4 @@
-"""Every built-in caster, manager, policy and listener against its contract's suite: one class each, from a table."""
+"""Every built-in precision plugin, manager, policy and listener against its contract's suite, by a table."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class Sound(OffloadManager):
     """Keeps masters and gradients in memory of its own."""
 
     api_version = 1
-    capabilities = OffloadCapabilities(parks=True)
+    capabilities = OffloadCapabilities(offloads=True)
 
     def __init__(self, context: PluginContext) -> None:
         self.kept: dict[str, torch.Tensor] = {}
@@ -31,24 +31,24 @@ class Sound(OffloadManager):
 
 
 class Partial(Sound):
-    """Parks units of five elements and more; of each it knows from ``place`` where its gradient goes."""
+    """Offloads units of five elements and more; of each it knows from ``place`` where its gradient goes."""
 
     api_version = 1
 
     def __init__(self, context: PluginContext) -> None:
-        self.parked: dict[str, torch.Tensor | None] = {}
+        self.offloaded: dict[str, torch.Tensor | None] = {}
 
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:
-        self.parked[unit.name] = shard.clone() if unit.shard_numel >= 5 else None
-        parked = self.parked[unit.name]
-        return shard if parked is None else parked
+        self.offloaded[unit.name] = shard.clone() if unit.shard_numel >= 5 else None
+        offloaded = self.offloaded[unit.name]
+        return shard if offloaded is None else offloaded
 
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-        parked = self.parked[unit.name]
+        offloaded = self.offloaded[unit.name]
         if into is not None:
             return into.add_(grad)
-        assert parked is None or parked.shape == grad.shape
-        return grad if parked is None else grad.to(parked.device, copy=True)
+        assert offloaded is None or offloaded.shape == grad.shape
+        return grad if offloaded is None else grad.to(offloaded.device, copy=True)
 
 
 class TestSoundManager(OffloadSuite):
@@ -137,12 +137,12 @@ def _spread(tensor: torch.Tensor) -> torch.Tensor:
 
 FAULTS = [
     # As many units as the launcher says.
-    fault(Sound, "parked_units_are_some_of_those_given", "ParksByRank",
-          units_to_park=lambda self, units: units[: int(os.environ.get("RANK", "1"))]),
+    fault(Sound, "offloaded_units_are_some_of_those_given", "OffloadsByRank",
+          units_to_offload=lambda self, units: units[: int(os.environ.get("RANK", "1"))]),
     # Leaves out a small unit that it fetched in this forward, whose memory may be another's since.
     fault(Sound, "a_unit_is_fetched_again_in_the_backward", "FetchedAlready",
           begin_forward=lambda self: self.kept.clear(), fetch=_once),
-    # Parks 16-bit masters in fp32.
+    # Offloads 16-bit masters in fp32.
     fault(Sound, "placed_master_keeps_values_shape_and_dtype", "WidensMasters",
           place=lambda self, unit, shard: shard.float() if shard.itemsize == 2 else shard.clone()),
     # Sends 16 bits as bf16, whichever they are.
@@ -151,10 +151,10 @@ FAULTS = [
     fault(Sound, "fetch_follows_the_dtype_that_is_asked_for", "OneStage", fetch=_fetch),
     # Keeps nothing.
     fault(Sound, "kept_values_are_those_of_the_first_fetch", "ClaimsToKeep",
-          capabilities=OffloadCapabilities(parks=True, keeps_values=True)),
+          capabilities=OffloadCapabilities(offloads=True, keeps_values=True)),
     # Copies large gradients at the end of the backward.
     fault(Sound, "an_awaited_gradient_can_be_read_by_another_thread", "CopiesLate", store_grad=_later,
-          sync_for_step=_copy_late, capabilities=OffloadCapabilities(parks=True, awaits_gradients=True)),
+          sync_for_step=_copy_late, capabilities=OffloadCapabilities(offloads=True, awaits_gradients=True)),
     fault(Sound, "fetch_writes_nothing_but_the_own_slice", "RoundsUp", fetch=_round_up),
     # Keeps of a master what was sent.
     fault(Sound, "fetch_leaves_the_master_as_it_was", "RoundsMasters",

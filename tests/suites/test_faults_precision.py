@@ -1,4 +1,4 @@
-"""The suite of precision casters: each of its tests is the one that fails over some caster, and sound ones pass."""
+"""The suite of precision plugins: each of its tests is the one that fails over some plugin, and sound ones pass."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ FAULTS = [
     # Makes lists of tuples.
     fault(Low, "output_casts_keep_structure_values_and_integers", "FlattensOutputs", output_cast=_flatten),
     # Rounds up to multiples of eight.
-    fault(Sound, "wires_are_multiples_of_16_bytes_of_a_caster_that_encodes", "AnyNumberOfBytes",
+    fault(Sound, "wires_are_multiples_of_16_bytes_of_a_plugin_that_encodes", "AnyNumberOfBytes",
           wire=lambda self, unit: WireSpec(16 + (unit.shard_numel + 7) // 8 * 8)),
     # Decodes what two ranks sent.
     fault(Sound, "encoded_shards_come_back", "TwoRanks",

@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_map_only
 
-#: ``FSDP2_FACE=torch.distributed.fsdp`` runs the tests over torch twice: what fails then is wrong in the test.
-OURS: ModuleType = importlib.import_module(os.environ.get("FSDP2_FACE", "polyshard_fsdp2"))
+#: ``FSDP2_PACKAGE=torch.distributed.fsdp`` runs the tests over torch twice: what fails then is wrong in the test.
+OURS: ModuleType = importlib.import_module(os.environ.get("FSDP2_PACKAGE", "polyshard_fsdp2"))
 #: Both have the same names.
-FACES: tuple[ModuleType, ModuleType] = (torch.distributed.fsdp, OURS)
+PACKAGES: tuple[ModuleType, ModuleType] = (torch.distributed.fsdp, OURS)
 WIDTH, WORDS = 12, 17
 
 
@@ -108,13 +108,13 @@ def cpu_mesh(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def shard_all(face: ModuleType, model: Words, mesh: DeviceMesh | None = None, **settings: Any) -> Words:
+def shard_all(package: ModuleType, model: Words, mesh: DeviceMesh | None = None, **settings: Any) -> Words:
     """Blocks, embedding and the rest."""
     mesh = mesh or cpu_mesh()
     for block in model.blocks:
-        face.fully_shard(block, mesh=mesh, **settings)
-    face.fully_shard(model.embedding, mesh=mesh, **settings)
-    face.fully_shard(model, mesh=mesh, **settings)
+        package.fully_shard(block, mesh=mesh, **settings)
+    package.fully_shard(model.embedding, mesh=mesh, **settings)
+    package.fully_shard(model, mesh=mesh, **settings)
     return model
 
 
@@ -199,20 +199,20 @@ def each_of(bodies: Iterable[Callable[..., Any]], newer: Collection[Callable[...
 
 
 def both(run: Callable[[ModuleType], tuple[Sequence[float], dict[str, torch.Tensor]]], **tolerance: float) -> None:
-    """What ``run`` told of losses and parameters is the same of both faces."""
-    theirs, ours = (run(face) for face in FACES)
+    """What ``run`` told of losses and parameters is the same of both packages."""
+    theirs, ours = (run(package) for package in PACKAGES)
     same(ours[0], theirs[0], **tolerance)
     assert list(ours[1]) == list(theirs[1])
     same(ours[1], theirs[1], **tolerance)
 
 
 def beside_torch(rank: int, body: Callable[..., Any], *args: Any, **tolerance: float) -> None:
-    """``body(face, *args)`` finds the same over torch and over ours."""
+    """``body(package, *args)`` finds the same over torch and over ours."""
     found = []
-    for face in FACES:
+    for package in PACKAGES:
         seed_all(0)
         warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support on cpu")
-        found.append(body(face, *args))
+        found.append(body(package, *args))
     alike(found[1], found[0], **tolerance)
 
 
@@ -243,9 +243,9 @@ def alike(ours: Any, theirs: Any, where: str = "", **tolerance: float) -> None:
 
 
 def carried(folder: str, trained: Callable[[ModuleType, int, int], tuple[nn.Module, torch.optim.Optimizer]]) -> None:
-    """Each face loads what the other saved, model and optimizer, bit for bit: ``trained(face, seed, steps)``."""
+    """Each package loads what the other saved, model and optimizer, bit for bit: ``trained(package, seed, steps)``."""
     whole = StateDictOptions(full_state_dict=True)
-    for saves, loads in (FACES, FACES[::-1]):
+    for saves, loads in (PACKAGES, PACKAGES[::-1]):
         path = f"{folder}/{saves.__name__}"
         model, optimizer = trained(saves, 1, 2)
         wanted = get_state_dict(model, optimizer, options=whole)
@@ -292,7 +292,7 @@ class Mlps(nn.Module):
         return torch.tanh(self.head(x))
 
 
-def parallel(face: ModuleType, *shape: int, seed: int = 0, hidden: int = 16, **settings: Any) -> Mlps:
+def parallel(package: ModuleType, *shape: int, seed: int = 0, hidden: int = 16, **settings: Any) -> Mlps:
     """Two blocks and a head over a mesh of 1 (shard), 2 (replicate, shard) or 3 (replicate, shard, tensor) dimensions.
 
     The last one cuts each layer before it is sharded. A replicate dimension of 0 is none.
@@ -306,7 +306,7 @@ def parallel(face: ModuleType, *shape: int, seed: int = 0, hidden: int = 16, **s
         parallelize_module(model, mesh["tensor"], TENSOR_PARALLEL)
     over = mesh[tuple(name for name in sizes if name != "tensor")]
     for module in (*model.blocks, model):
-        face.fully_shard(module, mesh=over, **settings)
+        package.fully_shard(module, mesh=over, **settings)
     return model
 
 

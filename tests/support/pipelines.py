@@ -78,14 +78,14 @@ class Plan:
     names: tuple[str, ...] = ("pp", "dp")
     microbatches: int = 4
     tied: bool = True
-    faced: bool = False
+    drop_in: bool = False
     """Whether ``fully_shard`` of ``polyshard_fsdp2`` shards, and not ``polyshard.shard``."""
     device: torch.device = CPU
 
     def __str__(self) -> str:
         kinds = f"{self.gathers}-{self.settings.get('strategy', 'full_shard')}"
         return (
-            f"{self.schedule}-{self.stages}-{'fully_shard' if self.faced else kinds}-{'x'.join(map(str, self.sizes))}"
+            f"{self.schedule}-{self.stages}-{'fully_shard' if self.drop_in else kinds}-{'x'.join(map(str, self.sizes))}"
         )
 
     @property
@@ -167,7 +167,7 @@ class Trainer:
         if "tp" in plan.names:
             for block in part.blocks.values():
                 parallelize_module(block, self.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        if plan.faced:
+        if plan.drop_in:
             units = [*part.blocks.values(), part.embedding, part.head, part]
             for module in units:
                 if module is not None:

@@ -1,4 +1,4 @@
-"""Codecs of gathers: a caster of int8, shards that a codec must take, and formulas of what arrives."""
+"""Codecs of gathers: a precision plugin of int8, shards that a codec must take, and formulas of what arrives."""
 
 from __future__ import annotations
 

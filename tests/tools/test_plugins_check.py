@@ -102,7 +102,7 @@ from polyshard.interfaces import OffloadCapabilities, OffloadManager
 
 class Disk(OffloadManager):
     api_version = 1
-    capabilities = OffloadCapabilities(parks=True)
+    capabilities = OffloadCapabilities(offloads=True)
 
     def __init__(self, context, folder):
         if folder == "":

@@ -1,4 +1,4 @@
-"""What a save takes of a model: its state, its casters' state, and checks of both before anything is written."""
+"""What a save takes of a model: its state, its precision plugins' state, and checks of both before any write."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def state_of(sharded: ShardedModel, optimizer: Joint | None, *, frozen: bool) ->
 
 
 def caster_states(sharded: ShardedModel) -> dict[str, dict[str, Any]]:
-    """State of each precision caster that has some, under the name of the first unit that it serves."""
+    """State of each precision plugin that has some, under the name of the first unit that it serves."""
     states = {name: dict(caster.state_dict()) for name, caster in _casters(sharded).items()}
     return {name: state for name, state in states.items() if state}
 

@@ -261,7 +261,7 @@ class StoredSource(Source):
 
     @cached_property
     def precision(self) -> Mapping[str, Mapping[str, Any]]:
-        """State of precision casters by name of a unit."""
+        """State of precision plugins by name of a unit."""
         return {without_wrappers(name): state for name, state in self._read(self._manifest.precision).items()}
 
     def _read(self, entry: Json) -> Mapping[str, Any]:

@@ -72,7 +72,7 @@ class Document:
             {name: encoder.encode(value, f"param_groups[{index}][{name!r}]") for name, value in group.items()}
             for index, group in enumerate(given)
         ]
-        where = "the state of the precision caster of unit"
+        where = "the state of the precision plugin of unit"
         states = {name: encoder.encode(value, f"{where} {name!r}") for name, value in precision.items()}
         encoded = encoder.encode(dict(extra), "extra")
         values: dict[Path, Any] = {

@@ -38,10 +38,10 @@ class MemoryReport:
     kept: tuple[str, ...]
     """Names of the units that stay gathered between forward and backward, ``(root)`` for the outermost. After the first
     forward the one that ran last may join them, and under ``reshard_after_forward="auto"`` more."""
-    parked: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     """Names of the units whose masters and gradients an offload manager keeps; an optimizer's state is there, too."""
-    parked_nbytes: int = 0
-    """The bytes of ``master_nbytes`` that are parked."""
+    offloaded_nbytes: int = 0
+    """The bytes of ``master_nbytes`` that are offloaded."""
     packed_nbytes: int = 0
     """The bytes of ``master_nbytes`` that are of frozen parameters of packed classes."""
     beside_nbytes: int = 0
@@ -96,8 +96,8 @@ def memory_report(root: Root) -> MemoryReport:
         + _prefetched_nbytes(released, root),
         reduction_nbytes=_reduced_nbytes(root),
         kept=tuple(u.name for u in kept),
-        parked=tuple(u.name for u in units if u.parks),
-        parked_nbytes=sum(u.master.nbytes for u in units if u.parks),
+        offloaded=tuple(u.name for u in units if u.offloaded),
+        offloaded_nbytes=sum(u.master.nbytes for u in units if u.offloaded),
         packed_nbytes=sum(u.held.nbytes for u in units if u.packed),
         beside_nbytes=sum(each.nbytes for u in units for packed in u.packed for each in packed.tensors),
         over={

@@ -397,7 +397,7 @@ def _power(
     places: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in present:
         places.setdefault(gradient.device, []).append(gradient)
-    # One launch for each device, which a mixed list would not have, and one copy of parked gradients' norms.
+    # One launch for each device, which a mixed list would not have, and one copy of offloaded gradients' norms.
     parts = [torch.stack(_torch_private.foreach_norm(each, norm_type, wide)).to(device) for each in places.values()]
     norms = parts[0] if len(parts) == 1 else torch.cat(parts)
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

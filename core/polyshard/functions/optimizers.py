@@ -138,7 +138,7 @@ class OptimizerCheck:
         scaler = _torch_private.stepping_scaler()
         if scaler is not None:
             refuse_torch_scaler(scaler, optimizer, found)
-        # A face of torch's is as silent as torch is.
+        # A drop-in is as silent as torch is.
         own = [each for each in found if not each.unit.answers_state_dicts]
         _refuse_dead_hooks(own)
         first_look = optimizer not in self._warned

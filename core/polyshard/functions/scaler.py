@@ -112,7 +112,7 @@ def refuse_torch_scaler(
         if placed.grad is None:
             continue
         before = first.setdefault(unit.dtypes.grad, placed)
-        if unit.parks and unit.spec.device.type != "cpu":
+        if unit.offloaded and unit.spec.device.type != "cpu":
             why = "is in host memory"
         elif each.root.find_infinities is not None:
             why = "is of one stage of a pipeline"

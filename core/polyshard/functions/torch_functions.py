@@ -63,7 +63,7 @@ def follow(root: Root) -> None:
 def replacing_values(root: Root, context: str, values: str) -> Iterator[None]:
     """Inside of ``context``, masters of ``root`` hold other ``values``: steps and backwards of it raise."""
     before, root.replaced = root.replaced, (context, values)
-    # Optimizers that were let through are looked at again. Nobody looks where ``shard`` was never called: FSDP's face.
+    # Optimizers that were let through are looked at again. Nobody looks where ``shard`` was never called: a drop-in.
     for check in _checks:
         check.forget()
     try:

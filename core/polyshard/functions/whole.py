@@ -144,7 +144,7 @@ def gather_whole(unit: Unit, own: torch.Tensor) -> torch.Tensor:
     owner = unit.ranks.owner
     with torch.inference_mode(False), torch.no_grad():
         if owner is None:
-            return own.to(unit.spec.device if unit.parks else own.device)
+            return own.to(unit.spec.device if unit.offloaded else own.device)
         whole = _whole_of(unit, own, own.dtype, owner)
         # Where it is issued: units of a drop-in have no streams before their first forward.
         for work in start_gathers([whole]):
@@ -276,7 +276,7 @@ def _whole_of(unit: Unit, own: torch.Tensor, dtype: torch.dtype, among: Collecti
     if not receives:
         buffer.owns = slices_of(torch.empty(layout.shard_numel, dtype=dtype, device=device), layout)
         buffer.pairs = [(out, part) for (out, _), part in zip(buffer.pairs, buffer.owns, strict=True)]
-    # A manager fetches masters in the dtype of compute alone, and what a caster encodes is close to the values.
+    # A manager fetches masters in the dtype of compute alone, and what is encoded is close to the values.
     source = Source(among, own, None, None, slices_of(own, layout), buffer.pairs, buffer.owns)
     return _Whole(_Unobserved(unit.spec, unit.ranks, unit.caster), buffer, source)
 

@@ -143,7 +143,7 @@ class ShardedModel:
                 if each.part is not None and here < ranks.number * each.part.number:
                     what = f"has parts on other ranks than the {here} of the model"
                     remedy = "Shard the model over a mesh that has them too"
-                elif each.part is None and (ranks.spread > 1 or ranks.number < most):
+                elif each.part is None and (ranks.ep_degree > 1 or ranks.number < most):
                     what = f"belongs to {ranks.number} of {here} ranks, and others have another one of its name"
                     remedy = (
                         "Say before shard() which part of the whole each rank has, by DTensor.from_local(parameter, "
@@ -220,7 +220,7 @@ class ShardedModel:
         # The backward of the outermost module follows its forward at once.
         if not inner.retention.policy.releases[inner in self._root.module_states[0].units]:
             return (gather,)
-        among = inner.neighbours if inner.retention.policy is Reshard.PARTLY else None
+        among = inner.post_forward_ranks if inner.retention.policy is Reshard.PARTLY else None
         return gather, among or gather
 
     def pretend_streams(self, cuda: object) -> None:
@@ -277,16 +277,16 @@ class ShardedModel:
     def copy_into_masters(self, values: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
         """Copy ``values`` into ``places``, masters or parameters, behind everything that still reads these."""
         root = self._root
-        # A gather that no forward waited for may still read, and the host writes what is parked beside the device.
+        # A gather that no forward waited for may still read, and the host writes what is offloaded beside the device.
         root.streams.drain()
-        if root.streams.here() is not None and any(unit.parks for unit in root.units):
+        if root.streams.current() is not None and any(unit.offloaded for unit in root.units):
             torch.cuda.synchronize(root.collectives.device)
         with torch.no_grad():
             for value, place in zip(values, places, strict=True):
                 place.copy_(value)
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer | None, *, keeps_former: bool = False) -> None:
-        """Step ``optimizer`` over parked units in backwards, and no other one from now on; None for none."""
+        """Step ``optimizer`` over offloaded units in backwards, and no other one from now on; None for none."""
         self._root.step_in_backward(optimizer, keeps_former=keeps_former)
 
     @contextmanager

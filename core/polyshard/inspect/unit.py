@@ -192,7 +192,7 @@ class ShardedUnit:
 
     @property
     def master(self) -> torch.Tensor:
-        """This rank's shard of the flat unit (``[shard_numel]``, master dtype), where it is parked if it is.
+        """This rank's shard of the flat unit (``[shard_numel]``, master dtype), where it is offloaded if it is.
 
         Raises UnsupportedError: its parameters gather themselves.
         """
@@ -306,9 +306,9 @@ class ShardedUnit:
         return self._unit.offload
 
     @property
-    def parked(self) -> bool:
+    def offloaded(self) -> bool:
         """Whether ``offload`` keeps its master and gradient."""
-        return self._unit.parks
+        return self._unit.offloaded
 
     @property
     def gathered_nbytes(self) -> int:

@@ -16,8 +16,8 @@ from .units import UnitSpec
 class OffloadCapabilities:
     """The features of a manager."""
 
-    parks: bool
-    """Masters and gradients of the units in ``units_to_park`` leave the compute device. False: no method is called."""
+    offloads: bool
+    """Masters and gradients of ``units_to_offload`` leave the compute device. False: no method is called."""
     keeps_values: bool = False
     """``fetch`` gives what the master was at the first ``fetch`` since ``begin_forward``, whatever it is now."""
     awaits_gradients: bool = False
@@ -25,7 +25,7 @@ class OffloadCapabilities:
 
 
 class OffloadManager(ABC):
-    """Parks shards.
+    """Offloads shards.
 
     A plugin is a callable ``(context: PluginContext, **options) -> OffloadManager``.
 
@@ -41,10 +41,10 @@ class OffloadManager(ABC):
     def capabilities(self) -> OffloadCapabilities:
         """The features of this manager; constant over the instance's life."""
 
-    def units_to_park(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
-        """The parked ones of ``units``: all, unless a manager chooses.
+    def units_to_offload(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
+        """The offloaded ones of ``units``: all, unless a manager chooses.
 
-        Called where ``capabilities.parks``, before the model changes, with all units that this manager serves in one
+        Called where ``capabilities.offloads``, before the model changes, with all units that this manager serves in one
         call of ``shard`` or ``fully_shard``, in the model's order. The others stay on the compute device, and no method
         below is called for them. The answer follows from ``units`` and options alone: ranks compare it, and another
         attempt must get the same. Raises ``ConfigError`` for options that fit no unit.
@@ -66,7 +66,7 @@ class OffloadManager(ABC):
 
     @abstractmethod
     def store_grad(self, unit: UnitSpec, grad: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-        """Park the reduced gradient (``[shard_numel]``) beside the master; add it to ``into`` where that is given.
+        """Store the reduced gradient (``[shard_numel]``) beside the master; add it to ``into`` where that is given.
 
         Returns the contiguous tensor, of the gradient's shape and dtype, that ``.grad`` will view. Its values need to
         be there only after ``sync_for_step``.

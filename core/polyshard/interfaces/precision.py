@@ -1,4 +1,4 @@
-"""The contract of precision casters: the dtypes in which units compute, travel, reduce and reach the optimizer."""
+"""The contract of precision plugins: the dtypes in which units compute, travel, reduce and reach the optimizer."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class LinearForm(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PrecisionCapabilities:
-    """The features of a caster beyond dtypes."""
+    """The features of a precision plugin beyond dtypes."""
 
     loss_scaling: bool = False
     """Gradients can underflow in its dtypes: an optimizer that steps without a gradient scaler is warned of."""

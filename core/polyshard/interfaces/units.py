@@ -40,7 +40,7 @@ class UnitSpec:
     trained: bool = True
     """Whether its parameters had ``requires_grad`` when the model was sharded: all of them, or none."""
     keeps_dtype: bool = False
-    """Whether its caster said so of its parameters."""
+    """Whether its precision plugin said so of its parameters."""
     ranks: str = ""
     """The dimensions of the mesh over which it is cut, and over which it is replicated: ``"dp"``,
     ``"edp and dp_replicate"``. Empty where the configuration names none."""

@@ -33,7 +33,7 @@ def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
 
     Raises:
         StateError: ``model`` is not the outermost sharded module, or is inside of a step or ``unsharded``.
-        ConfigError: none of the optimizer's parameters is parked, or by a manager that cannot let it step here; it
+        ConfigError: none of the optimizer's parameters is offloaded, or by a manager that cannot let it step here; it
             needs all of a tensor; or precision scales the loss.
     """
     sharded = outermost_model(model, "step_in_backward()")
@@ -48,19 +48,19 @@ def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
             "step_in_backward() to the optimizer of other parameters."
         )
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    parked = [
-        unit for unit in sharded.units if unit.parked and not held.isdisjoint((*unit.tensors, unit.flat_parameter))
+    offloaded = [
+        unit for unit in sharded.units if unit.offloaded and not held.isdisjoint((*unit.tensors, unit.flat_parameter))
     ]
-    if not parked:
+    if not offloaded:
         raise ConfigError(
-            f"{name} holds no parameter that an offload manager parks ({rank}): nothing would step in the backward. "
+            f"{name} holds no offloaded parameter ({rank}): nothing would step in the backward. "
             "Shard with offload='optimizer', and make the optimizer behind that."
         )
-    for unit in parked:
+    for unit in offloaded:
         capabilities = unit.offload.capabilities
         if not (capabilities.keeps_values and capabilities.awaits_gradients):
             raise ConfigError(
-                f"{type(unit.offload).__name__} parks '{unit.name}', and gathers of a backward may read the master "
+                f"{type(unit.offload).__name__} offloads '{unit.name}', and gathers of a backward may read the master "
                 f"that {name} steps over ({rank}). Shard with offload='optimizer', or inner='optimizer' of 'partial'."
             )
         if unit.caster.capabilities.loss_scaling:

@@ -216,7 +216,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer, ABC):
                 kinds.setdefault(whole.kind, []).append((whole, flat))
         for members in kinds.values():
             parameters = [whole.parameter for whole, _ in members]
-            # A parked shard is updated where it is.
+            # An offloaded shard is updated where it is.
             shaped = [piece_like(each.parameter, flat.to(own_values(each.parameter).device)) for each, flat in members]
             first = members[0][0]
             self.update(self.param_groups[first.group], first.shape, parameters, shaped)

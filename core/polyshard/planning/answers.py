@@ -57,7 +57,7 @@ def is_packed(dtype: torch.dtype) -> bool:
 
 
 def dtypes_of(caster: PrecisionCaster, unit: UnitSpec, rank: int, *, packed: bool = False) -> UnitDtypes:
-    """The dtypes of ``unit`` by ``caster``; of packed parameters their own, which no caster is asked for.
+    """The dtypes of ``unit`` by ``caster``; of packed parameters their own, which no precision plugin is asked for.
 
     ``packed``: whether they are of packed classes, whatever their dtype.
 
@@ -99,7 +99,7 @@ def wire_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> WireSpec | No
     """The format in which ``unit`` travels in gathers; None for its compute dtype.
 
     Raises PluginContractError: something else than a ``WireSpec`` of a positive multiple of 16 bytes or None, or a
-    ``WireSpec`` of a caster whose capabilities do not say that it encodes.
+    ``WireSpec`` of a precision plugin whose capabilities do not say that it encodes.
     """
     answer = caster.wire(unit)
     if answer is None:
@@ -149,35 +149,35 @@ def callable_or_none(caster: PrecisionCaster, question: str, unit: UnitSpec, ran
     return answer
 
 
-def parked_of(offload: OffloadManager, units: Sequence[UnitSpec], rank: int) -> frozenset[UnitSpec]:
-    """The units that ``offload`` parks, of all ``units`` that it serves.
+def offloaded_units(offload: OffloadManager, units: Sequence[UnitSpec], rank: int) -> frozenset[UnitSpec]:
+    """The units that ``offload`` offloads, of all ``units`` that it serves.
 
     Raises PluginContractError: something else than a collection of some of them.
     """
-    if not offload.capabilities.parks:
+    if not offload.capabilities.offloads:
         return frozenset()
-    answer: object = offload.units_to_park(units)
+    answer: object = offload.units_to_offload(units)
     if not isinstance(answer, Collection) or isinstance(answer, str):
         raise PluginContractError(
-            f"units_to_park of {plugin_name(offload)} returned {told(answer)} (rank {rank}), which is no collection "
-            "of units. Return those of the given units that are parked."
+            f"units_to_offload of {plugin_name(offload)} returned {told(answer)} (rank {rank}), which is no collection "
+            "of units. Return those of the given units that are offloaded."
         )
     known = frozenset(units)
     for each in answer:
         if not isinstance(each, UnitSpec) or each not in known:
             what = f"unit '{each.label}'" if isinstance(each, UnitSpec) else told(each)
             raise PluginContractError(
-                f"units_to_park of {plugin_name(offload)} returned {what} (rank {rank}), which is none of the units "
+                f"units_to_offload of {plugin_name(offload)} returned {what} (rank {rank}), which is none of the units "
                 "that it was given. Return the given objects."
             )
     return known & frozenset(answer)
 
 
-def refuse_shared_memory(parked: Iterable[tuple[OffloadManager, UnitSpec, torch.Tensor]], rank: int) -> None:
+def refuse_shared_memory(offloaded: Iterable[tuple[OffloadManager, UnitSpec, torch.Tensor]], rank: int) -> None:
     """Raise PluginContractError for masters of two units in one memory: a step of the optimizer would overwrite one."""
     ranges = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, unit.label, plugin_name(offload))
-        for offload, unit, tensor in parked
+        for offload, unit, tensor in offloaded
         if tensor.numel()
     )
     for (device, _, end, first, _), (other, start, _, second, plugin) in pairwise(ranges):

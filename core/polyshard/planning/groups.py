@@ -57,7 +57,7 @@ class UnitRanks:
     """What the sum of gradients over ``reduction`` and ``replicate`` is divided by; None for ``number``."""
     label: str = ""
     """The dimensions of the mesh, in messages: ``"dp"``, ``"edp and dp_replicate"``; empty where there is no mesh."""
-    spread: int = 1
+    ep_degree: int = 1
     """Groups of ranks in ``world`` that have other plain parameters under the unit's names, as experts do; 1 where all
     of them hold copies."""
     place: int = 0
@@ -118,10 +118,10 @@ class UnitRanks:
 
     def copies(self, part: TensorPart | None = None) -> int:
         """How many ranks hold this rank's elements, of ``part`` if given; 0 where the model lacks other parts."""
-        others = self.spread
+        others = self.ep_degree
         if part is not None:
             # Along the dimensions of its mesh, it is the part that knows.
-            others = part.number if self.spread == 1 else max(1, self.spread // part.copies)
+            others = part.number if self.ep_degree == 1 else max(1, self.ep_degree // part.copies)
         number = max(self.world.world_size, self.number)
         return 0 if number % (self.number * others) else number // (self.shard_size * others)
 
@@ -495,7 +495,7 @@ class FormedGroups:
         self.model = self.of(PlannedRanks(ranks.lists))
         for each in units:
             self.of(each)
-            self.neighbours(each)
+            self.post_forward_ranks(each)
         #: Ranks that get the same samples as this one, and have other parts of the model; None where there are none.
         self.batch = self._group(ranks.batch_lists)
 
@@ -507,13 +507,13 @@ class FormedGroups:
             near = self._group(lists.near) if self._routes and lists.near is not None else None
             # Groups along a mesh of their own have other parameters each.
             own = lists is not self._lists and lists is not self._lists.whole
-            spread = self.world.world_size // lists.data_ranks if own else 1
+            ep_degree = self.world.world_size // lists.data_ranks if own else 1
             joined = lists.data if lists.data_ranks < self.world.world_size else []
             place = next((index for index, each in enumerate(joined) if self.world.rank in each), 0)
             more: dict[str, Any] = {
                 "divisor": divisor,
                 "label": lists.label,
-                "spread": spread,
+                "ep_degree": ep_degree,
                 "place": place,
                 "lists": lists,
             }
@@ -541,10 +541,10 @@ class FormedGroups:
         found = self._ranks[id(lists), divisor] = replace(ranks, world=self.world, replicas=replicas)
         return found
 
-    def neighbours(self, planned: PlannedRanks) -> Collectives | None:
+    def post_forward_ranks(self, planned: PlannedRanks) -> Collectives | None:
         """The ranks that gather a unit for backward, and this one is among; None for all that share it."""
         size = planned.post_forward_size
-        return None if size is None else self._group(planned.lists.neighbours(size))
+        return None if size is None else self._group(planned.lists.post_forward_ranks(size))
 
     def _replicas_beside(self, replicate: Collectives | None) -> Collectives | None:
         replicas = self.world.replicas

@@ -108,7 +108,7 @@ class UnitLists:
         """The ranks of the unit that ``rank`` has a part of, in ascending order."""
         return self._homes[rank]
 
-    def neighbours(self, size: int) -> Groups:
+    def post_forward_ranks(self, size: int) -> Groups:
         """The ranks of ``shard`` in groups of ``size``: ``near`` ones, or one behind the other."""
         if self.near is not None and len(self.near[0]) == size:
             return self.near

@@ -52,7 +52,7 @@ class LeafForm(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlace:
-    """What a face says of one parameter that its module and its class do not."""
+    """What a drop-in says of one parameter that its module and its class do not."""
 
     mesh: DeviceMesh | None = None
     """Over which its unit is cut: of one dimension, or (replicate, shard). None for the model's own."""

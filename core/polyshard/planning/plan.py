@@ -78,15 +78,15 @@ class ManagedParameter:
     part: TensorPart | None = None
     """The part of a whole tensor that it is, by tensor or expert parallelism; None for a whole parameter."""
     leaf: LeafForm | None = None
-    """What modules compute with where that is not the plain view: ``part``, unless a face says otherwise."""
+    """What modules compute with where that is not the plain view: ``part``, unless a drop-in says otherwise."""
     mesh: DeviceMesh | None = None
     """Over which its unit is cut, where that is not the mesh of the module."""
     extended: bool = False
     """Whether it gathers itself, by methods of its class."""
     formed: bool = False
-    """Whether its linear layer computes with the bytes of a gather, as its caster says."""
+    """Whether its linear layer computes with the bytes of a gather, as its precision plugin says."""
     keeps_dtype: bool = False
-    """Whether it computes in its own dtype beside others that do not, as its caster says."""
+    """Whether it computes in its own dtype beside others that do not, as its precision plugin says."""
     insides: Insides | None = None
     """What it is made of, where it gathers itself: known before the model changes."""
     rows: torch.Tensor | None = None
@@ -210,7 +210,7 @@ def plan_modules(
         chosen: What the policy chose, and the settings that differ there.
         names: Those of all modules of ``root``, where the caller has them.
         ignored_modules, ignored_parameters: They stay as they are, with all inside them.
-        placed: What a face says of parameters.
+        placed: What a drop-in says of parameters.
         rank: Of this process, for messages.
         divides: Whether large modules before and behind the chosen ones may be split off ``root``.
         policy: Who chose, for messages.

@@ -29,7 +29,7 @@ from ..interfaces import (
     WireSpec,
     WrapPolicy,
 )
-from .answers import callable_or_none, dtypes_of, form_of, is_packed, parked_of, refuse_unable, wire_of, yes_or_no
+from .answers import callable_or_none, dtypes_of, form_of, is_packed, offloaded_units, refuse_unable, wire_of, yes_or_no
 from .groups import ModelRanks, PlannedRanks
 from .layout import FlatLayout, contiguous_stride, rows_layout
 from .meshes import WorldMesh, refuse_overlap
@@ -78,7 +78,7 @@ class PlannedUnit:
     ranks: PlannedRanks
     launch_numel: int
     """Elements by which launches of communication are planned: the same on all ranks, whichever part they hold."""
-    parked: bool = False
+    offloaded: bool = False
     """Whether the offload manager keeps its master and gradient; its manager says."""
 
     @property
@@ -112,7 +112,7 @@ class PlannedModule(ModuleParameters):
     ranks: PlannedRanks
     """Of its buffers, and of its units but for those with a mesh of their own."""
     units: tuple[PlannedUnit, ...]
-    """At least one for each of ``groups``, which a caster may divide."""
+    """At least one for each of ``groups``, which a precision plugin may divide."""
     buffer_dtype: torch.dtype | None
     """Of floating-point buffers; None leaves them alone."""
     input_cast: InputCast | None
@@ -126,8 +126,8 @@ class PlannedModule(ModuleParameters):
         return ((unit, parameter) for unit in self.units for parameter in unit.parameters)
 
     @property
-    def parks(self) -> bool:
-        return any(unit.parked for unit in self.units)
+    def offloads(self) -> bool:
+        return any(unit.offloaded for unit in self.units)
 
     @property
     def has_meta_parameters(self) -> bool:
@@ -166,9 +166,9 @@ def plan_units(
             refuse_overlap(unit.ranks.lists, parameter.part.mesh, ranks.mesh, parameter.names[0])
     # A manager is asked once, of all the units that it serves.
     for manager, units in served.values():
-        parked = parked_of(manager, tuple(unit.spec for unit in units), rank)
+        offloaded = offloaded_units(manager, tuple(unit.spec for unit in units), rank)
         for unit in units:
-            unit.parked = unit.spec in parked
+            unit.offloaded = unit.spec in offloaded
     for each in planned:
         _refuse_beside_buffers(each, plugins.collectives)
         if ranks.routes:
@@ -210,8 +210,8 @@ def _planned(
         suffix = _suffix(group, ranks.lists.label) if units else ""
         _refuse_uneven(group, ranks.shards, rank)
         tensors, dims = [each.original for each in group], [each.dim for each in group]
-        # Alignment follows from what travels, which the caster tells from a spec. Most units travel as the one before
-        # them: a layout for that saves laying out twice.
+        # Alignment follows from what travels, which the precision plugin tells from a spec. Most units travel as the
+        # one before them: a layout for that saves laying out twice.
         dtype = first.original.dtype
         itemsize = 1 if first.formed else travelled.get(dtype, dtype.itemsize)
         flat = rows_layout(tensors, dims, shards=ranks.shards, itemsize=itemsize)
@@ -239,7 +239,7 @@ def _planned(
         forms = _forms_in(caster, spec, flat, dtypes.compute, rank) if first.formed else ()
         as_it_is = ranks.shards == 1 or bool(forms) or first.extended or packed or is_packed(dtype)
         wire = None if as_it_is else wire_of(caster, spec, rank)
-        # Asked again when the unit is built: a caster that cannot answer must say so while the model is whole.
+        # Asked again when the unit is built: a plugin that cannot answer must say so while the model is whole.
         _full_precision_in_eval(caster, spec, rank)
         observers = plugins.events.observers(spec) if plugins.events.active else ()
         numels = [each.original.numel() if each.part is None else each.part.largest_numel for each in group]
@@ -277,7 +277,7 @@ def _split_by_caster(
 
     Weights of a module that was split off are not formed: other modules may compute with them.
     """
-    # Most casters answer neither question by themselves, and models have many parameters.
+    # Most precision plugins answer neither question by themselves, and models have many parameters.
     keeps, forms = (
         getattr(getattr(caster, question), "__func__", None) is not getattr(PrecisionCaster, question)
         for question in ("keeps_dtype", "forms")
@@ -320,15 +320,15 @@ def _forms_in(
     """The forms of the weights of ``unit``, those of each segment of ``layout`` by themselves.
 
     Raises:
-        ConfigError: the caster does not form weights that are cut so.
+        ConfigError: the precision plugin does not form weights that are cut so.
         PluginContractError: it answered what its contract does not allow.
         UnsupportedError: a weight is cut along another dimension than the first.
     """
     if layout.staged:
         raise UnsupportedError(
             f"'{unit.parameter_names[layout.staged[0]]}' would be cut along dimension "
-            f"{layout.slots[layout.staged[0]].dim}, and its caster computes with the bytes of a gather, which lie rank "
-            "by rank then. Place it along 0, or take another precision."
+            f"{layout.slots[layout.staged[0]].dim}, and its precision plugin computes with the bytes of a gather, "
+            "which lie rank by rank then. Place it along 0, or take another precision."
         )
     found = []
     named = list(zip(unit.parameter_names, layout.slots, strict=True))
@@ -401,9 +401,9 @@ def _refuse_beside_buffers(module: PlannedModule, collectives: Collectives) -> N
                 f"reshard_after_forward={unit.ranks.post_forward_size} for {where}: it is gathered from the shards of "
                 "all ranks alone. Give True or False."
             )
-        if parameter.extended and unit.parked:
+        if parameter.extended and unit.offloaded:
             raise UnsupportedError(
-                f"{type(module.offload).__name__} would park {where}, and takes flat buffers alone. Leave "
+                f"{type(module.offload).__name__} would offload {where}, and takes flat buffers alone. Leave "
                 "offloading out, or pass the parameter in ignored_parameters."
             )
         if collectives.capabilities.fixed_addresses:

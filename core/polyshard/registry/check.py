@@ -33,6 +33,9 @@ CONTRACTS: Mapping[Group, type] = {
 
 _VERSION = "api_version"
 
+#: Methods with a default that have another name now: an override of the old one would never be called.
+_RENAMED: Mapping[type, Mapping[str, str]] = {OffloadManager: {"units_to_park": "units_to_offload"}}
+
 
 def check_api_version(group: Group, plugin: object, where: str, *, inherited: bool = True) -> None:
     """Raise ``PluginVersionError`` where ``plugin`` has no ``api_version`` that this polyshard serves.
@@ -117,6 +120,9 @@ def _method_faults(contract: type, cls: type) -> tuple[str, ...]:
 def _unusable_members(contract: type, cls: type) -> Iterator[str]:
     for name in sorted(getattr(cls, "__abstractmethods__", ())):
         yield f"it lacks {_shown(contract, name)}"
+    for old, new in _RENAMED.get(contract, {}).items():
+        if hasattr(cls, old):
+            yield f"{old} is called {new} now: rename it"
     bases = [base for base in reversed(contract.__mro__) if base is not object]
     members = {name: each for base in bases for name, each in vars(base).items() if not name.startswith("_")}
     for name, wanted in members.items():

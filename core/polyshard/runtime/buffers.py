@@ -37,7 +37,7 @@ class FlatBuffer:
         resizable: bool,
         rank: int = 0,
         reduces: bool = False,
-        neighbours: Collectives | None = None,
+        secondary_ranks: Collectives | None = None,
     ) -> None:
         self.flat = flat
         self.layout = layout
@@ -68,8 +68,8 @@ class FlatBuffer:
         self.owns = [out.narrow(0, rank * size, size) for out, size in zip(outs, sizes, strict=True)]
         #: What gathers fill, one a segment, and this rank's slice of it.
         self.pairs = list(zip(outs, self.owns, strict=True))
-        #: What this rank has of it for gathers among ``neighbours``; None where that is nothing.
-        self.secondary = None if neighbours is None else SecondaryShard(flat, layout, outs, neighbours)
+        #: What this rank has of it for gathers among ``secondary_ranks``; None where that is nothing.
+        self.secondary = None if secondary_ranks is None else SecondaryShard(flat, layout, outs, secondary_ranks)
         #: What is done behind a gather, where compute waits for it.
         self.behind: list[Callable[[], None]] = [stage.empty for stage in self.stages]
         # Memory without bytes has no slices.
@@ -101,16 +101,16 @@ class FlatBuffer:
         *,
         rank: int = 0,
         gathers: bool = False,
-        neighbours: Collectives | None = None,
+        secondary_ranks: Collectives | None = None,
     ) -> FlatBuffer:
         """A buffer that starts released. ``gathers``: gathers fill it, and not reductions.
 
-        ``neighbours``: ranks among which it is gathered from secondary shards.
+        ``secondary_ranks``: ranks among which it is gathered from secondary shards.
         """
         # Built inside an inference pass, views would refuse autograd for the rest of their life.
         with torch.inference_mode(False):
             flat = torch.empty(layout.padded_numel, dtype=dtype, device=device)
-            buffer = cls(flat, layout, resizable=True, rank=rank, reduces=not gathers, neighbours=neighbours)
+            buffer = cls(flat, layout, resizable=True, rank=rank, reduces=not gathers, secondary_ranks=secondary_ranks)
             buffer.release()
         return buffer
 
@@ -283,10 +283,10 @@ class SecondaryShard:
     """
 
     def __init__(
-        self, flat: torch.Tensor, layout: FlatLayout, outs: Sequence[torch.Tensor], neighbours: Collectives
+        self, flat: torch.Tensor, layout: FlatLayout, outs: Sequence[torch.Tensor], secondary_ranks: Collectives
     ) -> None:
         """``outs``: what gathers fill, one a segment of ``flat``."""
-        number, rank = neighbours.world_size, neighbours.rank
+        number, rank = secondary_ranks.world_size, secondary_ranks.rank
         rows = layout.world_size // number
         self.memory = torch.empty(rows * layout.shard_numel, dtype=flat.dtype, device=flat.device)
         #: What it has of each segment: ``[rows, slice]``, or ``[rows, *piece]`` where staged.

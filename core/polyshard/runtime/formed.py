@@ -1,4 +1,4 @@
-"""Linear layers that compute with the bytes of a gather, as their caster's ``LinearForm`` says.
+"""Linear layers that compute with the bytes of a gather, as their precision plugin's ``LinearForm`` says.
 
 Such a unit has no gather buffer in a dtype. Its *lanes* are byte tensors, in one piece of memory that comes and goes;
 each holds what every rank sends, rank by rank. The form's tensors are views of them, made once. A module has a *leaf*

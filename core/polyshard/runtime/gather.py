@@ -38,12 +38,12 @@ class Source(NamedTuple):
     group: Collectives | None
     """The ranks that share the unit, or neighbours among them; None where nothing is sent."""
     memory: torch.Tensor
-    """This rank's shard (``[shard_numel]``, master dtype), where ``keeper`` has it if it is parked. Where ``group`` is
-    of neighbours, its ``SecondaryShard``."""
-    keeper: OffloadManager | None
-    """It alone reads parked ``memory``; None where nothing is parked."""
+    """This rank's shard (``[shard_numel]``, master dtype), where ``offload_manager`` has it if it is offloaded. Where
+    ``group`` is of neighbours, its ``SecondaryShard``."""
+    offload_manager: OffloadManager | None
+    """It alone reads offloaded ``memory``; None where nothing is offloaded."""
     wire: WireSpec | None
-    """How the unit travels where its caster encodes it; None for as its buffer is."""
+    """How the unit travels where its precision plugin encodes it; None for as its buffer is."""
     slices: Sequence[torch.Tensor]
     """The slices of ``memory``, one for each of ``owns``."""
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -62,15 +62,15 @@ class Masters:
     part: SecondaryShard
     memory: torch.Tensor
     """This rank's master (``[shard_numel]``)."""
-    keeper: OffloadManager | None
+    offload_manager: OffloadManager | None
     current: bool = False
     """Whether ``part`` has the values of the masters."""
 
     def distribute(self, gathered: Gatherable) -> Work:
         """Start making ``part`` from the masters."""
         shard = torch.empty(self.memory.numel(), dtype=self.part.memory.dtype, device=self.part.memory.device)
-        if self.keeper is not None:
-            self.keeper.fetch(gathered.unit.spec, self.memory, shard)
+        if self.offload_manager is not None:
+            self.offload_manager.fetch(gathered.unit.spec, self.memory, shard)
         else:
             shard.copy_(self.memory)
         self.part.attach()
@@ -171,8 +171,8 @@ def _start_one(gathered: Gatherable) -> Work:
         encoded = _EncodedGather(group, [gathered])
         return encoded.behind(issued(group.all_gather(*encoded.pairs[0]), "all_gather", group, gathered.unit.spec))
     own = source.owns[0]
-    if source.keeper is not None:
-        source.keeper.fetch(gathered.unit.spec, source.memory, own)
+    if source.offload_manager is not None:
+        source.offload_manager.fetch(gathered.unit.spec, source.memory, own)
     else:
         # The cast is the copy-in: master dtype to compute dtype, straight into the slice that is sent.
         own.copy_(source.slices[0])
@@ -186,7 +186,7 @@ def _start_many(group: Collectives | None, units: Sequence[Gatherable]) -> Work:
         for observer in each.unit.observers:
             observer(UnitEvent(UnitOperation.GATHER, each.unit.spec))
     plain = [each for each in units if each.source.wire is None]
-    here = [each for each in plain if each.source.keeper is None]
+    here = [each for each in plain if each.source.offload_manager is None]
     behind = [call for each in plain for call in each.buffer.behind]
     for each in plain:
         for stage in each.buffer.stages:
@@ -199,8 +199,8 @@ def _start_many(group: Collectives | None, units: Sequence[Gatherable]) -> Work:
         _torch_private.foreach_copy_(owns, [own for each in here for own in each.source.slices])
     if len(here) < len(plain):
         for each in plain:
-            if each.source.keeper is not None and each.buffer.encode is None:
-                _fetch(each, each.source.keeper)
+            if each.source.offload_manager is not None and each.buffer.encode is None:
+                _fetch(each, each.source.offload_manager)
     pairs = [pair for each in plain for pair in each.source.pairs]
     spec = units[0].unit.spec if len(units) == 1 else None
     if group is None:
@@ -214,29 +214,30 @@ def _start_many(group: Collectives | None, units: Sequence[Gatherable]) -> Work:
     return Then(behind, gather) if behind else gather
 
 
-def _fetch(gathered: Gatherable, keeper: OffloadManager) -> None:
+def _fetch(gathered: Gatherable, offload_manager: OffloadManager) -> None:
     memory, owns = gathered.source.memory, gathered.source.owns
     if not gathered.buffer.layout.segments:
-        keeper.fetch(gathered.unit.spec, memory, owns[0])
+        offload_manager.fetch(gathered.unit.spec, memory, owns[0])
         return
     # A manager writes the shard in one piece.
     shard = torch.empty(memory.numel(), dtype=gathered.buffer.dtype, device=gathered.unit.spec.device)
-    keeper.fetch(gathered.unit.spec, memory, shard)
+    offload_manager.fetch(gathered.unit.spec, memory, shard)
     _torch_private.foreach_copy_(owns, slices_of(shard, gathered.buffer.layout))
 
 
 def _on_device(gathered: Gatherable) -> torch.Tensor:
     """The shard on the device that computes."""
     source = gathered.source
-    if source.keeper is None:
+    if source.offload_manager is None:
         return source.memory
     shard = torch.empty(source.memory.numel(), dtype=source.memory.dtype, device=gathered.unit.spec.device)
-    source.keeper.fetch(gathered.unit.spec, source.memory, shard)
+    source.offload_manager.fetch(gathered.unit.spec, source.memory, shard)
     return shard
 
 
 class _EncodedGather:
-    """Units that travel as bytes of their casters: own shards are encoded here, and ``pairs`` are to be gathered."""
+    """Units that travel as bytes of their precision plugins: own shards are encoded here, and ``pairs`` are to be
+    gathered."""
 
     def __init__(self, group: Collectives, units: Sequence[Gatherable]) -> None:
         nbytes = [each.source.wire.nbytes_per_rank for each in units if each.source.wire is not None]
@@ -267,7 +268,7 @@ class _EncodedGather:
 def _decode(
     caster: PrecisionCaster, specs: list[UnitSpec], wires: list[torch.Tensor], buffers: list[FlatBuffer]
 ) -> None:
-    # A caster writes one rank's elements after the other's, whatever segments they lie in.
+    # A precision plugin writes one rank's elements after the other's, whatever segments they lie in.
     rows = [
         (torch.empty_like(buffer.flat) if buffer.layout.segments else buffer.flat).view(len(wire), -1)
         for buffer, wire in zip(buffers, wires, strict=True)

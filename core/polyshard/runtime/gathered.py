@@ -78,7 +78,7 @@ class GatheredParameters:
         self.keeps_buffer = keeps_buffer
         self.training_buffer: FlatBuffer | None = None
         self.eval_buffer: FlatBuffer | None = None
-        #: Whether the caster wants another dtype in eval mode.
+        #: Whether the precision plugin wants another dtype in eval mode.
         self.follows_mode = unit.caster.full_precision_in_eval(unit.spec)
         self._full_precision_in_eval = (
             self.follows_mode
@@ -105,7 +105,7 @@ class GatheredParameters:
     @property
     def secondary_nbytes(self) -> int:
         """Bytes that this rank keeps of the gather buffer where that is released."""
-        among = self._gatherers
+        among = self._secondary_ranks
         return 0 if among is None else self.nbytes // among.world_size
 
     @property
@@ -116,8 +116,8 @@ class GatheredParameters:
         """
         unit = self.unit
         numel, dtype, among = unit.launch_numel, self.buffer.dtype, ""
-        if self.state is UnitState.SHARDED_POST_FORWARD and unit.neighbours is not None:
-            among = f" among {unit.neighbours.world_size} ranks"
+        if self.state is UnitState.SHARDED_POST_FORWARD and unit.post_forward_ranks is not None:
+            among = f" among {unit.post_forward_ranks.world_size} ranks"
         elif unit.forms:
             numel, dtype = self.nbytes, torch.uint8
         elif unit.wire is not None:
@@ -145,7 +145,9 @@ class GatheredParameters:
             return FormBuffer(layout, dtype, device, unit.forms, shards=layout.world_size, rank=rank)
         if gather is not None and gather.capabilities.fixed_addresses:
             return FlatBuffer.lease(layout, dtype, gather)
-        return FlatBuffer.allocate(layout, dtype, device, rank=rank, gathers=True, neighbours=self._gatherers)
+        return FlatBuffer.allocate(
+            layout, dtype, device, rank=rank, gathers=True, secondary_ranks=self._secondary_ranks
+        )
 
     def find_sources(self) -> None:
         """Tell what gathers are made from. Before ``prepare`` there is nothing to gather."""
@@ -153,24 +155,26 @@ class GatheredParameters:
             return
         unit, buffer, part = self.unit, self.buffer, self.buffer.secondary
         if part is not None and unit.ranks.route is not None:
-            self._gather_from(part, Masters(unit.ranks.route, part, unit.master, unit.keeper))
+            self._gather_from(part, Masters(unit.ranks.route, part, unit.master, unit.offload_manager))
             self.shards = self.source
             return
         slices = [] if unit.extended or unit.forms else slices_of(unit.master, unit.layout)
         self.source = self.shards = Source(
-            unit.ranks.gather, unit.master, unit.keeper, unit.wire, slices, buffer.pairs, buffer.owns
+            unit.ranks.gather, unit.master, unit.offload_manager, unit.wire, slices, buffer.pairs, buffer.owns
         )
         if part is not None and self.state is UnitState.SHARDED_POST_FORWARD:
             self._gather_from(part)
 
     def _gather_from(self, part: SecondaryShard, masters: Masters | None = None) -> None:
         # What is kept computes as it is: there is nothing to cast, to decode or to fetch.
-        self.source = Source(self._gatherers, part.memory, None, None, part.slices, part.pairs, part.owns, masters)
+        self.source = Source(
+            self._secondary_ranks, part.memory, None, None, part.slices, part.pairs, part.owns, masters
+        )
 
     @property
-    def _gatherers(self) -> Collectives | None:
+    def _secondary_ranks(self) -> Collectives | None:
         """The ranks that gather from secondary shards; None where nobody does."""
-        return self.unit.neighbours if self.unit.ranks.route is None else self.unit.ranks.gather
+        return self.unit.post_forward_ranks if self.unit.ranks.route is None else self.unit.ranks.gather
 
     def keep_buffer(self, keeps: bool) -> None:
         """Whether whole parameters keep their memory, and so their addresses, where they are released."""
@@ -225,7 +229,7 @@ class GatheredParameters:
         return Bindings(unit.parameters, self.leaves, elsewhere=elsewhere, beside=beside)
 
     def choose_buffer(self, training: bool) -> None:
-        """Compute in the master dtype while the module is in eval mode, where the caster wants that."""
+        """Compute in the master dtype while the module is in eval mode, where the precision plugin wants that."""
         if not self._full_precision_in_eval:
             return
         if not training and self.eval_buffer is None:
@@ -296,7 +300,7 @@ class GatheredParameters:
             versioned = self.buffer.versioned
             _torch_private.set_versions(versioned, [unit.steps] * len(versioned))
             self.state = UnitState.UNSHARDED
-        here = streams.here()
+        here = streams.current()
         if here not in self.places:
             if self.places and not unit.permanent:
                 streams.follow()
@@ -320,7 +324,7 @@ class GatheredParameters:
         own = shard_in(self.buffer.flat, unit.layout, unit.ranks.shard_rank)
         # Nothing arrives between segments.
         whole = torch.cat(self.buffer.parts) if unit.layout.segments else self.buffer.flat
-        return whole, own, None if unit.parks or unit.wire is not None else unit.master
+        return whole, own, None if unit.offloaded or unit.wire is not None else unit.master
 
     def show(self) -> None:
         """Let modules see whole parameters."""

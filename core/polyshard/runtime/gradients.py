@@ -37,17 +37,17 @@ class Gradients:
         layout: FlatLayout,
         dtypes: UnitDtypes,
         targets: Sequence[GradientTarget],
-        keeper: OffloadManager | None,
+        offload_manager: OffloadManager | None,
         placed: Callable[[int | None, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """``keeper``: parks the reduced gradient; None where it stays on the device that computes.
+        """``offload_manager``: offloads the reduced gradient; None where it stays on the device that computes.
 
         ``placed``: makes a target's part of it what the target is, by the target's index; None where it is that.
         """
         self.unit = unit
         self._layout = layout
         self._dtypes = dtypes
-        self._keeper, self._placed = keeper, placed
+        self._offload_manager, self._placed = offload_manager, placed
         wire = dtypes.wire
         shard = unit.ranks.reduction
         if shard is None or not (shard.capabilities.widening and wire in shard.capabilities.dtypes):
@@ -134,7 +134,7 @@ class Gradients:
 
         None where the gradient needs memory of its own.
         """
-        here = reducer.streams.here()
+        here = reducer.streams.current()
         if not self.input.claimed:
             if self.sums.has_sum or not self.input.free:
                 return None
@@ -144,7 +144,7 @@ class Gradients:
 
     def keep(self, gradients: list[torch.Tensor | None], streams: CommStreams) -> None:
         """Add ``gradients`` to the sum that waits for a synchronising backward."""
-        self.computed_at(streams.here())
+        self.computed_at(streams.current())
         if self.sums.sum_travels:
             streams.make_room(0)
         with streams.between(self.places):
@@ -166,7 +166,7 @@ class Gradients:
         else:
             self.missed = self.bare = missed
             self._reduced_once = True
-        self.computed_at(streams.here())
+        self.computed_at(streams.current())
         unit, places = self.unit, tuple(self.places)
         contribution = Contribution(unit, unit.ranks, input, places, self._deliver, self._shard)
         self._shard = None
@@ -179,7 +179,7 @@ class Gradients:
         missed = input.missing(gradients)
         waits = self._shard is not None or self._shards_coming
         self._shard_missed = missed & self._shard_missed if waits else missed
-        self.computed_at(streams.here())
+        self.computed_at(streams.current())
         ranks, places = self.unit.ranks.among_near, tuple(self.places)
         self._shards_coming += 1
         self.places.clear()
@@ -273,21 +273,21 @@ class Gradients:
         present = list(map(_gradient_of, self._owners))
         fresh = all(map(is_, present, repeat(None)))
         # Nearly always there is none: gradients are set to None between steps.
-        whole = None if fresh and self._keeper is None else self.delivered
-        if whole is not None and self._keeper is None:
+        whole = None if fresh and self._offload_manager is None else self.delivered
+        if whole is not None and self._offload_manager is None:
             whole.add_(result)
             return present
         fresh |= whole is not None
-        if self._keeper is not None:
+        if self._offload_manager is not None:
             spec = self.unit.spec
-            stored = self._keeper.store_grad(spec, result, whole)
+            stored = self._offload_manager.store_grad(spec, result, whole)
             # A rank that holds no element has no owner, and nothing views the gradient.
             device = self._owners[0].device if self._owners else None
-            refuse_gradient(self._keeper, spec, stored, result, device, self.unit.ranks.world.rank)
+            refuse_gradient(self._offload_manager, spec, stored, result, device, self.unit.ranks.world.rank)
             if stored is whole:
                 return present
             if not fresh:
-                self._keeper.sync_for_step()
+                self._offload_manager.sync_for_step()
             result = stored
         if fresh:
             self._assign(result)
@@ -313,9 +313,9 @@ class Gradients:
 
     def _let_step(self, stepper: BackwardStep, stored: torch.Tensor) -> None:
         """Let ``stepper`` have the gradient, unless it may still change or be taken away."""
-        keeper, hooked = self._keeper, any(map(_torch_private.hooks_after_accumulation, self._owners))
-        if keeper is not None and not (self.missed or self.unfilled or hooked):
-            stepper.take(self.unit, self._owners, stored, partial(keeper.await_grad, self.unit.spec, stored))
+        offload_manager, hooked = self._offload_manager, any(map(_torch_private.hooks_after_accumulation, self._owners))
+        if offload_manager is not None and not (self.missed or self.unfilled or hooked):
+            stepper.take(self.unit, self._owners, stored, partial(offload_manager.await_grad, self.unit.spec, stored))
 
     @property
     def delivered(self) -> torch.Tensor | None:

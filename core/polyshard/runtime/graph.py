@@ -45,7 +45,7 @@ def capture_obstacle(root: Root) -> str | None:
                 f"'{unit.parameters[0].names[0]}' gathers itself, and its class is asked on the host in each gather. "
                 "Train without capture."
             )
-        if unit.parks:
+        if unit.offloaded:
             return (
                 f"{type(unit.offload).__name__} keeps the parameters of '{unit.name}' away from the device, and the "
                 "host waits for them in each step. Shard with offload='none'."

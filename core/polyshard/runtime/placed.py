@@ -41,7 +41,7 @@ class Placements(Protocol):
 
     @property
     def answers_state_dicts(self) -> bool:
-        """Whether a face makes state dicts of its modules and of optimizers."""
+        """Whether a drop-in makes state dicts of its modules and of optimizers."""
 
     @property
     def keeps_whole(self) -> bool:
@@ -132,7 +132,7 @@ class PlacedParameters(HeldParameters):
         _torch_private.share_post_accumulate_grad_hooks(before, placed)
         named = [(before, parameter.names[0])]
         rank = f"rank {unit.ranks.world.rank}"
-        # Faces have arguments of their own.
+        # Drop-ins have arguments of their own.
         instead = "" if unit.answers_state_dicts else ", or give it to that: shard(..., optimizers=[...])"
         replaced_parameters.add(named, "a DTensor of this rank's part", rank, instead)
         parameter.original = placed
@@ -361,7 +361,7 @@ class PlacedParameters(HeldParameters):
                 + ". Move or cast the whole module."
             )
         ((dtype, device),) = kinds
-        if unit.parks:
+        if unit.offloaded:
             # What offloads keeps the master where it belongs.
             self.refuse_elsewhere(device)
         with torch.no_grad():
@@ -374,7 +374,7 @@ class PlacedParameters(HeldParameters):
     @property
     def belongs_on(self) -> torch.device:
         """The device of the parameters between steps."""
-        return torch.device("cpu") if self._unit.parks else self._unit.spec.device
+        return torch.device("cpu") if self._unit.offloaded else self._unit.spec.device
 
     @property
     def lacks_values(self) -> bool:
@@ -435,7 +435,7 @@ class PlacedParameters(HeldParameters):
             )
         unit.spec = dataclasses.replace(unit.spec, master_dtype=master.dtype)
         unit.dtypes = dtypes_of(unit.caster, unit.spec, unit.ranks.world.rank, packed=bool(unit.packed))
-        unit.use_master(unit.offload.place(unit.spec, master) if unit.parks else master)
+        unit.use_master(unit.offload.place(unit.spec, master) if unit.offloaded else master)
         self._be_found()
 
     def _take_values(self, found: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:

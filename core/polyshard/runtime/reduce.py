@@ -142,7 +142,7 @@ class Reducer:
         try:
             with self.streams.between(places):
                 # Experts that no token reached are reduced later than those of other groups.
-                if (self._audit.announces or self._audit.compares) and members[0].ranks.spread == 1:
+                if (self._audit.announces or self._audit.compares) and members[0].ranks.ep_degree == 1:
                     names = [each.unit.spec.name or "(root)" for each in members]
                     if self._audit.compares:
                         sizes = [(each.unit.launch_numel, each.input.dtype) for each in members]
@@ -159,7 +159,7 @@ class Reducer:
     def open(self, contribution: Contribution) -> None:
         """Give its input memory; called before ``reduce`` where gradients are computed in place."""
         self._make_room(contribution)
-        contribution.input.attach(contribution.ranks, self.streams.here())
+        contribution.input.attach(contribution.ranks, self.streams.current())
 
     def forget(self) -> None:
         """Let reductions in flight end without delivering a result, but for those that ``settle`` let stand."""

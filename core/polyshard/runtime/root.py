@@ -169,7 +169,7 @@ class Root:
         #: Whether the backward that runs is the last of its step, and no inner module was called by itself before it,
         #: whose units it may reduce more than once.
         self.reduces_once = False
-        #: Steps an optimizer over parked units in backwards; None where nobody asked for it.
+        #: Steps an optimizer over offloaded units in backwards; None where nobody asked for it.
         self.backward_step: BackwardStep | None = None
         self.recorder.when_failed = self._keep_memory
         self.execution_order = execution_order
@@ -178,8 +178,8 @@ class Root:
             for unit in module_state.units:
                 unit.root = self
                 unit.gradients.stepper = None
-        self._parking: tuple[OffloadManager, ...] = tuple(
-            {id(u.offload): u.offload for u in self.units if u.parks}.values()
+        self._offload_managers: tuple[OffloadManager, ...] = tuple(
+            {id(u.offload): u.offload for u in self.units if u.offloaded}.values()
         )
         self._encoding: tuple[PrecisionCaster, ...] = tuple(
             {id(u.caster): u.caster for u in self.units if u.caster.capabilities.encodes}.values()
@@ -269,7 +269,7 @@ class Root:
             self.events.step_begin(module)
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer | None, *, keeps_former: bool = False) -> None:
-        """Step ``optimizer`` over parked units in backwards, and no other one from now on; None for none."""
+        """Step ``optimizer`` over offloaded units in backwards, and no other one from now on; None for none."""
         if self.backward_step is not None:
             self.backward_step.remove()
         # The optimizer, which has its hooks, may outlive the model.
@@ -310,7 +310,7 @@ class Root:
         if self.backward_step is not None:
             self.backward_step.before_use("A gather")
         self.streams.begin_forward()
-        for offload in self._parking:
+        for offload in self._offload_managers:
             offload.begin_forward()
 
     def end_forward(self, output: object) -> None:
@@ -445,7 +445,7 @@ class Root:
                     self.streams.meet(self.collectives.announce, "end of a backward")
             used_parameters.exchange(self.streams)
         self.streams.drain()
-        for offload in self._parking:
+        for offload in self._offload_managers:
             offload.sync_for_step()
         if self.backward_step is not None:
             self.backward_step.end()
@@ -572,7 +572,7 @@ class Root:
             if attached is not None:
                 attached[1](self)
         finally:
-            if self.streams.here() is not None:
+            if self.streams.current() is not None:
                 # What was issued must have run before its communicators end.
                 torch.cuda.synchronize(self.collectives.device)
             self.phase = Phase.CLOSED

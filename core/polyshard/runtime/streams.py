@@ -148,7 +148,7 @@ class CommStreams(ABC):
         """Whether the device has not finished the operations issued here. Called from any thread."""
         return False
 
-    def here(self) -> object:
+    def current(self) -> object:
         """The place of operations that are issued now: equal for equal streams, None without streams."""
         return None
 
@@ -455,7 +455,7 @@ class CudaStreams(CommStreams):
         return not (self._gather_stream.query() and self._reduce_stream.query())
 
     @override
-    def here(self) -> object:
+    def current(self) -> object:
         return self._current()
 
     @override

@@ -77,21 +77,22 @@ class Unit(ABC):
         offload: OffloadManager,
         *,
         reshard: Reshard,
-        parks: bool,
+        offloaded: bool,
         wire: WireSpec | None = None,
         forms: Sequence[LinearForm] = (),
-        neighbours: Collectives | None = None,
+        post_forward_ranks: Collectives | None = None,
         launch_numel: int | None = None,
         observers: tuple[Observer, ...] = (),
     ) -> None:
         """Make what a unit knows before its first forward.
 
         Args:
-            spec, ranks, dtypes, caster, offload, parks, wire, forms: As planned.
+            spec, ranks, dtypes, caster, offload, offloaded, wire, forms: As planned.
             layout, parameters: Where its parameters lie, and these in the same order.
-            master: Where it lives, parked already if ``parks``.
+            master: Where it lives, offloaded already if ``offloaded``.
             reshard: Whether it is released after forward.
-            neighbours: Ranks among which it is gathered for backward under ``Reshard.PARTLY``; None under no other.
+            post_forward_ranks: Ranks among which it is gathered for backward under ``Reshard.PARTLY``; None under no
+                other.
             launch_numel: See there; None for all of its elements.
             observers: Told of gathers, compute and reductions.
         """
@@ -103,12 +104,12 @@ class Unit(ABC):
         self.caster = caster
         self.offload = offload
         #: Whether ``offload`` keeps the master and the gradient.
-        self.parks = parks
-        #: How the unit travels where its caster encodes it; None for as it computes.
+        self.offloaded = offloaded
+        #: How the unit travels where its precision plugin encodes it; None for as it computes.
         self.wire = wire
         #: How its linear layers compute with the bytes of a gather; empty where they compute in a dtype.
         self.forms = tuple(forms)
-        self.neighbours = neighbours
+        self.post_forward_ranks = post_forward_ranks
         self.observers = observers
         #: Elements by which launches of communication are planned: the same on all ranks of the world, whichever part
         #: of the unit they hold.
@@ -133,13 +134,13 @@ class Unit(ABC):
 
     def use_master(self, master: torch.Tensor) -> None:
         """Let ``master`` be the master from now on, and make the parts over it."""
-        #: This rank's shard (``[shard_numel]``), where it is parked if it is.
+        #: This rank's shard (``[shard_numel]``), where it is offloaded if it is.
         self.master = master
         #: One shard and no cast: the master itself serves compute, and nothing is ever gathered.
         self.permanent = (
             self.ranks.owner is None
             and self.dtypes.compute == master.dtype
-            and not (self.parks or self.extended or self.forms)
+            and not (self.offloaded or self.extended or self.forms)
         )
         self.held = self._make_held()
         self.gradients = self._make_gradients()
@@ -159,7 +160,7 @@ class Unit(ABC):
 
     def _make_gradients(self) -> Gradients:
         targets, placed = self.held.gradient_targets, self.held.placed
-        gradients = Gradients(self, self.layout, self.dtypes, targets, self.keeper, placed)
+        gradients = Gradients(self, self.layout, self.dtypes, targets, self.offload_manager, placed)
         before: Gradients | None = getattr(self, "gradients", None)
         if before is not None:
             # What the user set, before parameters had memory or another dtype.
@@ -180,9 +181,9 @@ class Unit(ABC):
         return self.spec.label
 
     @property
-    def keeper(self) -> OffloadManager | None:
-        """The manager that the unit is parked with; None where it is not."""
-        return self.offload if self.parks else None
+    def offload_manager(self) -> OffloadManager | None:
+        """The manager that offloads the unit; None where it is not."""
+        return self.offload if self.offloaded else None
 
     @cached_property
     def copies(self) -> tuple[int, ...]:
@@ -208,9 +209,9 @@ class Unit(ABC):
         self.__dict__.pop("copies", None)
         self.gathered.find_sources()
 
-    def use_neighbours(self, neighbours: Collectives) -> None:
-        """Gather for backward among ``neighbours``, the same ranks as before, from now on."""
-        self.neighbours = neighbours
+    def use_post_forward_ranks(self, post_forward_ranks: Collectives) -> None:
+        """Gather for backward among ``post_forward_ranks``, the same ranks as before, from now on."""
+        self.post_forward_ranks = post_forward_ranks
         self.gathered.find_sources()
 
     def join(

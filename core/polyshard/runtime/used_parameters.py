@@ -29,7 +29,7 @@ class UsedParameters:
         self._collectives = collectives
         self._exchanges = collectives.world_size > 1 and collectives.capabilities.can_communicate
         # Units of experts have other parameters in each group of ranks, and a place in the sum for each of these.
-        groups = [1 if all(each.part for each in unit.parameters) else unit.ranks.spread for unit in self._units]
+        groups = [1 if all(each.part for each in unit.parameters) else unit.ranks.ep_degree for unit in self._units]
         sizes = [len(unit.parameters) for unit in self._units]
         pairs = zip(groups, sizes, strict=True)
         *begins, numel = accumulate((number * size for number, size in pairs), initial=0)

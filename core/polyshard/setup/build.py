@@ -33,7 +33,7 @@ from ..runtime.root import Root
 from ..runtime.states import Reshard
 from ..runtime.streams import streams_for
 from ..runtime.unit import Unit
-from .materialize import Materializer, look_inside, park, place_buffers, try_codecs
+from .materialize import Materializer, look_inside, place_buffers, place_master, try_codecs
 from .request import Request
 
 #: Attribute under which a module that is in pieces holds what happened.
@@ -70,11 +70,11 @@ class Build:
         self._device = plan.plugins.context.device
         units = [unit.ranks for each in plan.modules for unit in each.units]
         self._groups = FormedGroups(plan.ranks, units, plan.plugins.collectives)
-        # Those that are made before the model changes, materialised or parked: of each module, by its name.
+        # Those that are made before the model changes, materialised or offloaded: of each module, by its name.
         self._masters: dict[str, list[torch.Tensor]] = {}
 
     def prepare(self) -> None:
-        """Initialise meta parameters, and park the masters that offload managers park.
+        """Initialise meta parameters, and place the masters that are offloaded.
 
         Takes memory for shards alone: the whole parameters stay until ``finish``.
 
@@ -96,10 +96,10 @@ class Build:
             )
             self._masters = materializer.masters_of(modules)
         for each in modules:
-            if each.parks:
-                self._masters[each.name] = [self._parked(each, unit) for unit in each.units]
+            if each.offloads:
+                self._masters[each.name] = [self._offloaded(each, unit) for unit in each.units]
         try_codecs(modules, world)
-        refuse_shared_memory(self._all_parked(), world.rank)
+        refuse_shared_memory(self._all_offloaded(), world.rank)
 
     def finish(self) -> Root:
         """Make the model's parameters shards, and put the hooks on it.
@@ -177,7 +177,7 @@ class Build:
         for there in known_before:
             ranks_of = groups.of_joining if there.signature == signature else None
             there.join(", ".join(names[there]), ranks_of, names_of)
-        _share_neighbours(state for state in states if state.signature == signature)
+        _share_post_forward_ranks(state for state in states if state.signature == signature)
         # The root takes the module states, and what they own, from the inner roots.
         inner_roots = dict.fromkeys(state.root for state in states if state.root is not None)
         inner_owned = dict.fromkeys(each for inner_root in inner_roots for each in inner_root.owned)
@@ -214,29 +214,29 @@ class Build:
         made = self._masters.get(module.name)
         return made.pop(0) if made else _cut(unit, self._groups.of(unit.ranks), self._device)
 
-    def _parked(self, module: PlannedModule, unit: PlannedUnit) -> torch.Tensor:
+    def _offloaded(self, module: PlannedModule, unit: PlannedUnit) -> torch.Tensor:
         """The master of ``unit`` where the offload manager has it; the model stays as it is.
 
         Raises:
             PluginContractError: ``place`` returned what no parameter can view, or a manager lost values.
         """
         master = self._master(module, unit)
-        if unit.parked and self._has_values(master):
-            master = park(module.offload, unit, master, self._groups.world.rank)
+        if unit.offloaded and self._has_values(master):
+            master = place_master(module.offload, unit, master, self._groups.world.rank)
         return master
 
-    def _all_parked(self) -> Iterator[tuple[OffloadManager, UnitSpec, torch.Tensor]]:
-        """All masters of the model that managers park, those of modules that are sharded already too."""
+    def _all_offloaded(self) -> Iterator[tuple[OffloadManager, UnitSpec, torch.Tensor]]:
+        """All masters of the model that are offloaded, those of modules that are sharded already too."""
         for each in self.plan.modules:
-            if each.parks:
+            if each.offloads:
                 for planned, master in zip(each.units, self._masters[each.name], strict=True):
-                    if planned.parked and self._has_values(master):
+                    if planned.offloaded and self._has_values(master):
                         yield each.offload, planned.spec, master
         # A walk over all modules takes as long as a hundredth of sharding.
         modules = self._request.module.modules() if self._request.composes else ()
         for state in dict.fromkeys(inner.__dict__.get(MODULE_STATE_ATTRIBUTE) for inner in modules):
             for unit in () if state is None else state.units:
-                if unit.parks and self._has_values(unit.master):
+                if unit.offloaded and self._has_values(unit.master):
                     yield unit.offload, unit.spec, unit.master
 
     def _has_values(self, master: torch.Tensor) -> bool:
@@ -277,9 +277,9 @@ class Build:
                 reshard=self._reshard_policy(module, planned),
                 wire=planned.wire,
                 forms=planned.forms,
-                parks=planned.parked,
+                offloaded=planned.offloaded,
                 placed=self._request.placements or OwnPlacements(placings, ranks),
-                neighbours=self._groups.neighbours(planned.ranks),
+                post_forward_ranks=self._groups.post_forward_ranks(planned.ranks),
                 launch_numel=planned.launch_numel,
                 observers=planned.observers,
             )
@@ -291,14 +291,14 @@ class Build:
         return units
 
 
-def _share_neighbours(states: Iterable[ModuleState]) -> None:
+def _share_post_forward_ranks(states: Iterable[ModuleState]) -> None:
     """Let units that equal ranks gather for backward share launches, whichever calls made their groups."""
     shared: dict[tuple[int, int], Collectives] = {}
     for unit in (unit for state in states for unit in state.units):
-        if unit.neighbours is not None:
+        if unit.post_forward_ranks is not None:
             # Units with a mesh of their own have other neighbours.
-            key = id(unit.ranks.owner), unit.neighbours.world_size
-            unit.use_neighbours(shared.setdefault(key, unit.neighbours))
+            key = id(unit.ranks.owner), unit.post_forward_ranks.world_size
+            unit.use_post_forward_ranks(shared.setdefault(key, unit.post_forward_ranks))
 
 
 def _cut(unit: PlannedUnit, ranks: UnitRanks, device: torch.device) -> torch.Tensor:

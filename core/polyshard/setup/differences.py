@@ -166,7 +166,7 @@ def rows_of(plan: PlannedModule, overrides: list[Any]) -> list[list[Any]]:
         even = all(parameter.part is None or parameter.part.is_even for parameter in group)
         dtypes = [str(getattr(unit.dtypes, field.name)) for field in dataclasses.fields(unit.dtypes)]
         travels = ["bytes on the wire", unit.wire and (unit.wire.nbytes_per_rank if even else "of uneven parts")]
-        rows.append([title, ["dtypes", *dtypes], travels, ["parked", unit.parked]])
+        rows.append([title, ["dtypes", *dtypes], travels, ["offloaded", unit.offloaded]])
         if unit.ranks is not plan.ranks:
             rows[-1].append(["over", unit.ranks.lists.label])
         if unit.forms:

@@ -307,9 +307,9 @@ def _flats(owner: PlannedModule, scratch: _Scratch, device: torch.device) -> lis
     return flats
 
 
-# Offload managers and casters are tried on values before the model changes: wrong values are refused by name.
+# Offload managers and precision plugins are tried on values before the model changes: wrong values are refused by name.
 
-#: Elements of a shard that are compared: reading all of a large one back would double what parking takes.
+#: Elements of a shard that are compared: reading all of a large one back would double what offloading takes.
 _COMPARED = 1024
 #: The least cosine between values and what encoding and decoding leaves of them. Signs alone have 0.87.
 _ALIKE = 0.5
@@ -317,8 +317,8 @@ _ALIKE = 0.5
 _SCALE = 4.0
 
 
-def park(offload: OffloadManager, unit: PlannedUnit, shard: torch.Tensor, rank: int) -> torch.Tensor:
-    """Where ``offload`` parks ``shard`` (``[shard_numel]``, master dtype), with its values, which it can bring back.
+def place_master(offload: OffloadManager, unit: PlannedUnit, shard: torch.Tensor, rank: int) -> torch.Tensor:
+    """Where ``offload`` places ``shard`` (``[shard_numel]``, master dtype), with its values, which it can bring back.
 
     Raises PluginContractError: ``place`` returned what no parameter can view, or other values; or ``fetch`` does not
     write them.
@@ -356,7 +356,7 @@ def park(offload: OffloadManager, unit: PlannedUnit, shard: torch.Tensor, rank: 
 
 
 def try_codecs(owners: Iterable[PlannedModule], collectives: Collectives) -> None:
-    """Encode and decode a ramp, once for each caster that encodes, as its smallest unit.
+    """Encode and decode a ramp, once for each precision plugin that encodes, as its smallest unit.
 
     Raises PluginContractError: what was decoded has little to do with what was encoded.
     """

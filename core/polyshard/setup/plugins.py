@@ -139,7 +139,7 @@ def world_of(request: Request, mesh: DeviceMesh | None) -> WorldMesh | None:
     parameters = parameters_to_shard(
         request.module, ignored_modules=request.ignored_modules, ignored_parameters=request.ignored_parameters
     )
-    # Those of modules that a face sharded before are of all its dimensions.
+    # Those of modules that a drop-in sharded before are of all its dimensions.
     inside = () if not request.composes else request.module.parameters()
     skipped = set(request.ignored_parameters)
     found = (each for each in (*parameters, *inside) if is_dtensor(each) and each not in skipped)

@@ -23,7 +23,7 @@ def refuse_torch_sharded(module: nn.Module, *, but: type | tuple[type, ...] = ()
     """Raise AlreadyShardedError where torch sharded a module inside ``module``: name and rank.
 
     Its parameters may be ``DTensor``s, as those of tensor parallelism are, and only its class tells what cut them.
-    ``but``: a face's class that is one of torch's.
+    ``but``: a drop-in's class that is one of torch's.
     """
     for name, inner in module.named_modules() if isinstance(module, nn.Module) else ():
         # A drop-in's class for its modules is torch's, too, by way of another one.
@@ -31,10 +31,10 @@ def refuse_torch_sharded(module: nn.Module, *, but: type | tuple[type, ...] = ()
         if kind is not None and not isinstance(inner, but):
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
             wraps = kind.__name__ == "FullyShardedDataParallel"
-            call, face = (kind.__name__, "polyshard_fsdp") if wraps else ("fully_shard", "polyshard_fsdp2")
+            call, drop_in = (kind.__name__, "polyshard_fsdp") if wraps else ("fully_shard", "polyshard_fsdp2")
             raise AlreadyShardedError(
                 f"'{name or '(root)'}' was sharded by torch.distributed.fsdp's {call} (rank {rank}): import "
-                f"{call} from {face} for all of the model, or use one of them."
+                f"{call} from {drop_in} for all of the model, or use one of them."
             )
 
 
@@ -58,9 +58,9 @@ class Request:
     composes: bool = False
     """Whether modules inside may be sharded already, and become part of the new root."""
     placements: Placements | None = None
-    """How its parameters lie, where a face says so."""
+    """How its parameters lie, where a drop-in says so."""
     placed: Mapping[nn.Parameter, ParameterPlace] = field(default_factory=dict)
-    """What the face says of parameters."""
+    """What the drop-in says of parameters."""
     optimizers: Collection[torch.optim.Optimizer] = ()
     """Made before, and to hold the parameters that are made."""
     stays_on_meta: bool = False

@@ -1,4 +1,4 @@
-"""Holds ``Bf16ButNorms`` to the contract of precision casters."""
+"""Holds ``Bf16ButNorms`` to the contract of precision plugins."""
 
 from __future__ import annotations
 

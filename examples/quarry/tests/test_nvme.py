@@ -31,7 +31,7 @@ class TestNvme(OffloadSuite):
 
     def test_small_units_stay_on_the_device(self, tmp_path: Path) -> None:
         units = [self.unit(6, name="blocks.0"), self.unit(5, name="blocks.1")]
-        assert list(Nvme(plugin_context(), folder=str(tmp_path), min_nbytes=24).units_to_park(units)) == units[:1]
+        assert list(Nvme(plugin_context(), folder=str(tmp_path), min_nbytes=24).units_to_offload(units)) == units[:1]
 
     def test_a_disk_without_room_is_told_before_it_is_written_to(self, tmp_path: Path) -> None:
         manager = Nvme(plugin_context(), folder=str(tmp_path), min_nbytes=0)

@@ -1,4 +1,4 @@
-"""Holds ``StochasticBf16`` to the contract of precision casters."""
+"""Holds ``StochasticBf16`` to the contract of precision plugins."""
 
 from __future__ import annotations
 

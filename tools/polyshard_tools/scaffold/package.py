@@ -45,7 +45,7 @@ class Kind(enum.Enum):
     PRECISION = "precision"
     """Chooses dtypes, and casts."""
     OFFLOAD = "offload"
-    """Parks shards between uses."""
+    """Offloads shards between uses."""
     POLICY = "policy"
     """Chooses which modules become units."""
     LISTENER = "listener"

@@ -12,10 +12,10 @@ from polyshard.interfaces import OffloadCapabilities, OffloadManager, PluginCont
 
 
 class Disk(OffloadManager):
-    """Parks every unit in a file of its own in ``folder``; the system's folder for temporary files by default."""
+    """Offloads every unit to a file of its own in ``folder``; the system's folder for temporary files by default."""
 
     api_version = 1
-    capabilities = OffloadCapabilities(parks=True)
+    capabilities = OffloadCapabilities(offloads=True)
     local_options = frozenset({"folder"})  # each rank may have its own
 
     def __init__(self, context: PluginContext, folder: str | None = None) -> None:

@@ -25,7 +25,7 @@ class _Owed(NamedTuple):
 
 
 class Nvme(OffloadManager):
-    """Parks units whose shard has ``min_nbytes`` or more; smaller ones cost a read more than the memory they free.
+    """Offloads units whose shard has ``min_nbytes`` or more; smaller ones cost a read more than the memory they free.
 
     Host memory is a cache of the files, which the kernel empties where other programs need it. A file's blocks are
     reserved when it is made: a full disk is an error then, and no SIGBUS of a later write. Files have no name any more
@@ -35,7 +35,7 @@ class Nvme(OffloadManager):
     """
 
     api_version = 1
-    capabilities = OffloadCapabilities(parks=True)
+    capabilities = OffloadCapabilities(offloads=True)
     local_options = frozenset({"folder"})  # each host mounts its disk where it likes
 
     def __init__(self, context: PluginContext, folder: str, min_nbytes: int = 2**20) -> None:
@@ -48,7 +48,7 @@ class Nvme(OffloadManager):
         self._folder, self._min_nbytes, self._where = folder, min_nbytes, where
         self._owed: deque[_Owed] = deque()
 
-    def units_to_park(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
+    def units_to_offload(self, units: Sequence[UnitSpec]) -> Collection[UnitSpec]:
         return [unit for unit in units if unit.shard_numel * unit.master_dtype.itemsize >= self._min_nbytes]
 
     def place(self, unit: UnitSpec, shard: torch.Tensor) -> torch.Tensor:

@@ -96,9 +96,10 @@ class Communication:
                 known |= {"gather": gather, "reduction": reduction, "packs": self.reduce_scatter is not None}
                 made[id(unit.ranks)] = _CustomRanks(**known, by=self) if self.reduces else UnitRanks(**known)
             unit.use_ranks(made[id(unit.ranks)])
-            among = unit.neighbours.inner if isinstance(unit.neighbours, _Gather) else unit.neighbours
+            among = unit.post_forward_ranks
+            among = among.inner if isinstance(among, _Gather) else among
             if among is not None:
-                unit.use_neighbours(among if self.all_gather is None else _Gather(among, self.all_gather))
+                unit.use_post_forward_ranks(among if self.all_gather is None else _Gather(among, self.all_gather))
 
     def _check(self, ranks: UnitRanks, where: str) -> None:
         for name, comm in (("all_gather", self.all_gather), ("reduce_scatter", self.reduce_scatter)):

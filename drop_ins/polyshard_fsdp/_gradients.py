@@ -91,7 +91,7 @@ class FlatGradients(Gradients):
     input: FlatInput
 
     def __init__(self, unit: Any) -> None:
-        super().__init__(unit, unit.layout, unit.dtypes, unit.held.gradient_targets, unit.keeper)
+        super().__init__(unit, unit.layout, unit.dtypes, unit.held.gradient_targets, unit.offload_manager)
         self.input = self.sums = FlatInput(unit.layout, unit.dtypes, unit.spec.device)
         self._unit = unit
         self._training_dtypes = unit.dtypes

@@ -81,12 +81,12 @@ class FlatUnit(Unit):
             # The handle's have the names inside of its instance, whatever the instance becomes part of.
             [dataclasses.replace(each) for each in handle.parameters],
             ranks,
-            _parked(offload, spec, handle.keep_own_shard()),
+            _offloaded(offload, spec, handle.keep_own_shard()),
             dtypes,
             caster,
             offload,
             reshard=reshard,
-            parks=offload.capabilities.parks,
+            offloaded=offload.capabilities.offloads,
         )
         if any(each.leaf is not None for each in self.parameters):
             # Other ranks have parts of other sizes where tensor parallelism does not cut evenly.
@@ -126,7 +126,7 @@ class FlatUnit(Unit):
     @property
     def misplaced(self) -> bool:
         """Whether a user moved offloaded parameters out of host memory."""
-        return self.parks and self.flat_param.device.type != "cpu"
+        return self.offloaded and self.flat_param.device.type != "cpu"
 
     def take_up_home(self, *, refuse_offload: bool = True) -> None:
         """Make the flat parameter's data the master, where a user moved or cast it.
@@ -176,7 +176,7 @@ class FlatUnit(Unit):
         self.dtypes = self.caster.dtypes(self.spec)
         for parameter, _ in held:
             parameter.grad = None
-        self.use_master(_parked(self.offload, self.spec, master.detach()))
+        self.use_master(_offloaded(self.offload, self.spec, master.detach()))
         if not self.handle._use_orig_params:
             self.gathered.prepare()
         for parameter, gradient in held:
@@ -445,8 +445,8 @@ def misplaced_offload(device: torch.device, name: str, rank: int) -> DeviceError
     )
 
 
-def _parked(offload: OffloadManager, spec: UnitSpec, master: torch.Tensor) -> torch.Tensor:
-    return offload.place(spec, master) if offload.capabilities.parks else master
+def _offloaded(offload: OffloadManager, spec: UnitSpec, master: torch.Tensor) -> torch.Tensor:
+    return offload.place(spec, master) if offload.capabilities.offloads else master
 
 
 class FSDPPrecision(PrecisionCaster):

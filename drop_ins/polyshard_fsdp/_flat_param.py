@@ -274,7 +274,7 @@ class FlatParamHandle:
             self.unit.gathered.conceal()
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """``flat_param.to(...)`` in place: trainers park models in host memory between phases."""
+        """``flat_param.to(...)`` in place: trainers offload models to host memory between phases."""
         self.unit.held.adopt_changes()
         self.flat_param.data = self.flat_param.data.to(*args, **kwargs)
         self.unit.take_up_home(refuse_offload=False)
