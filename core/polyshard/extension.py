@@ -3,9 +3,8 @@
 A drop-in has a wrapper and an API of its own over the engine. It subclasses ``Unit`` (parameters gathered together),
 ``ModuleState`` and ``ForwardHooks`` (a module in a step), ``Root`` (begin and end of a step), ``ExecutionOrder``
 (prefetching), ``Gradients`` and ``ReductionInput`` (which gradients are reduced), ``UnitRanks`` (how they are reduced),
-``Bindings`` and ``HeldParameters`` (what modules and optimizers hold), ``GatheredParameters``
-(whole parameters), and leaves the rest to the engine. None of this is
-a promise to plugins, whose contracts are in ``polyshard.interfaces``.
+``Bindings`` and ``HeldParameters`` (what modules and optimizers hold), ``GatheredParameters`` (whole parameters), and
+leaves the rest to the engine. None of this is a promise to plugins, whose contracts are in ``polyshard.interfaces``.
 """
 
 from __future__ import annotations

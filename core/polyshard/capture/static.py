@@ -227,7 +227,7 @@ class RateWatch:
     def __exit__(self, *_: object) -> None:
         present = self._optimizer.param_groups
         for group, watched, version in self._groups:
-            # By who holds the group itself, too.
+            # A program may hold the group itself, and write there: what it wrote stays.
             self.written |= watched.written or group.get("lr") is not watched.get("lr") or _version_of(group) != version
             if not watched.written:
                 watched.pop("lr", None)

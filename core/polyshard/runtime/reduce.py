@@ -537,7 +537,7 @@ class MergedInput:
         """The copies that the inputs still lack."""
         # Where gradients were computed in place, that memory is read like any other.
         in_place = [each.buffer for each in self.inputs if each.claimed]
-        # What is differentiated again may not be written from as it is.
+        # A copy into given memory is no operation that autograd records: gradients with a graph go the other way.
         again, ranks = torch.is_grad_enabled(), len(self._rows)
         found, columns = list[Copies](), list[torch.Tensor]()
         for each, buffer, plain, own in zip(self.inputs, self._buffers, self._plain, self._columns, strict=True):
