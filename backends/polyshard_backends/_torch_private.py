@@ -50,6 +50,15 @@ def current_stream(device_index: int) -> StreamKey:
     return key
 
 
+def stream_handle(device_index: int) -> int:
+    """CUDA's handle of a device's current stream.
+
+    ``torch.cuda.current_stream().cuda_stream`` makes an object for it; ``torch.compile`` calls this one, too.
+    """
+    handle: int = torch._C._cuda_getCurrentRawStream(device_index)
+    return handle
+
+
 def set_stream(key: StreamKey) -> None:
     """``torch.cuda.set_stream`` without a stream object."""
     torch._C._cuda_setStream(stream_id=key[0], device_index=key[1], device_type=key[2])

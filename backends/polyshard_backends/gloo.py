@@ -110,11 +110,12 @@ class GlooCollectives(ProcessGroupCollectives):
             raise self._refusal(what)
 
     @override
-    def _lengths(self, mine: int) -> list[int]:
-        heads = self._heads(_OBJECT | mine)
+    def _exchanged(self, mine: bytes) -> list[bytes]:
+        heads = self._heads(_OBJECT | len(mine))
         if not all(each & _OBJECT for each in heads):
             raise self._refusal("exchange of an object")
-        return [each ^ _OBJECT for each in heads]
+        lengths = [each ^ _OBJECT for each in heads]
+        return [row[:length] for row, length in zip(self._rows(mine, max(lengths)), lengths, strict=True)]
 
     def _heads(self, mine: int) -> list[int]:
         """Every rank's number: the checksum of its announcement, or the length of its object."""
@@ -125,11 +126,8 @@ class GlooCollectives(ProcessGroupCollectives):
     def _refusal(self, what: str) -> RankMismatchError:
         """The error on every rank, where some are about to issue something else than ``what``."""
         # All ranks have seen the difference, and exchange their texts now.
-        mine = what.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES)
-        everyone = torch.empty(self._world_size * _TEXT_NBYTES, dtype=torch.uint8)
-        self.all_gather(everyone, torch.frombuffer(bytearray(mine), dtype=torch.uint8)).wait()
-        texts = [row.numpy().tobytes().decode(errors="replace") for row in everyone.view(self._world_size, -1)]
-        return different_calls(self._rank, [text.rstrip() for text in texts])
+        rows = self._rows(what.encode()[:_TEXT_NBYTES], _TEXT_NBYTES)
+        return different_calls(self._rank, [row.rstrip(b"\0").decode(errors="replace") for row in rows])
 
     @override
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from . import _torch_private
 from .process_group import ProcessGroupCollectives, SharedGroups
+from .row_mean import mean_of_rows
 from .tensors import (
     GROUP_DTYPES,
     carried_blocks,
@@ -54,15 +55,6 @@ _CAPABILITIES = CollectivesCapabilities(
 )
 
 _HALVES = (torch.bfloat16, torch.float16)
-
-
-def _find_mean_of_rows() -> Callable[[torch.Tensor, torch.Tensor], None] | None:
-    """The kernel, where this build of torch comes with Triton."""
-    try:
-        from .row_mean import mean_of_rows
-    except ImportError:
-        return None
-    return mean_of_rows
 
 
 def check_mib(context: PluginContext, option: str, value: object) -> None:
@@ -151,7 +143,6 @@ class NcclCollectives(ProcessGroupCollectives):
         self._scope: SharedScope | None = None
         self._gather_channel: _torch_private.Channel | None = None
         self._reduction_channel: _torch_private.Channel | None = None
-        self._mean_of_rows: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self._device_index: int | None = self.device.index
 
     @override
@@ -250,8 +241,9 @@ class NcclCollectives(ProcessGroupCollectives):
 
     def _reduce_rows(self, out: torch.Tensor, rows: torch.Tensor, op: ReduceOp) -> None:
         long = out.numel() >= LONG_ROW and out.dtype is torch.float32 and rows.dtype in _HALVES
-        if long and self._mean_of_rows and op is ReduceOp.MEAN:
-            self._mean_of_rows(out, rows)
+        kernel = mean_of_rows(rows.dtype, self._world_size, self._device_number()) if long else None
+        if kernel is not None and op is ReduceOp.MEAN and kernel.takes(out, rows):
+            kernel(out, rows)
         else:
             reduce_rows(out, rows, op)
 
@@ -342,7 +334,6 @@ class NcclCollectives(ProcessGroupCollectives):
         return self._gather_channel
 
     def _open_reductions(self) -> _torch_private.Channel:
-        self._mean_of_rows = _find_mean_of_rows()
         self._reduction_channel = _torch_private.Channel(self.reduction_group(), self.device)
         return self._reduction_channel
 

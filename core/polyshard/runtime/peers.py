@@ -311,10 +311,12 @@ class Audit:
         """
         if not group.capabilities.can_communicate:
             return
-        kept = sent is None or bool(checksum(own) == checksum(sent.to(own.dtype)))
+        slices = () if sent is None else (own, sent.to(own.dtype))
+        # The device is waited for once.
+        whole, *parts = torch.stack([checksum(each) for each in (buffer, *slices)]).tolist()
         if group.capabilities.announces:
             group.announce(f"comparison of the gather of {unit}")
-        everyone: list[Any] = group.all_gather_object([f"gather of unit '{unit}'", int(checksum(buffer)), kept])
+        everyone: list[Any] = group.all_gather_object([f"gather of unit '{unit}'", whole, len(set(parts)) < 2])
         if any(each[0] != everyone[0][0] for each in everyone):
             raise different_calls(group.rank, [each[0] for each in everyone])
         name = f"all_gather of {plugin_name(group)}"
