@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import polyshard
@@ -89,6 +91,56 @@ def test_a_tower_that_nobody_uses_is_passed_by_under_nested_checkpoints() -> Non
         return [loss.detach()]
 
     assert_parity(seeded(Recomputes), step, settings={"policy": units_of(Block)})
+
+
+class CutShort(VisionLanguage):
+    """Its backward does not reach the checkpoint of the first block where it is cut."""
+
+    cut = False
+
+    def forward(self, text: torch.Tensor, images: torch.Tensor | None) -> torch.Tensor:
+        x = checkpoint(self.blocks[0], self.embed(text), use_reentrant=True)
+        x = x.detach() if self.cut else x
+        if images is not None:
+            x = x + self.vision(images)
+        else:
+            polyshard.skip(self.vision)
+        return self.head(self.blocks[2](self.blocks[1](x)))
+
+
+def test_an_agreement_behind_a_backward_that_ended_early_on_one_rank() -> None:
+    """A gather that this backward issued is waited for by that rank alone in the next forward, where all compare."""
+    start, ranks = seeded(CutShort), 3
+
+    def losses(model: Any, rank: int, turn: int) -> Iterator[torch.Tensor]:
+        # All with images; then two microbatches: nobody, and one rank.
+        for microbatch, having in enumerate(({0, 1, 2},) if not turn else (set[int](), {1})):
+            model.cut = turn > 0 and rank == 0 and microbatch == 0
+            yield forward_of(model, 2 * turn + microbatch, rank, having).square().mean()
+
+    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
+        settings = {"policy": units_of(Block), "strategy": "zero1", "offload": "optimizer"}
+        model = sharded_copy(start, rank, world, **settings)
+        optimizer = torch.optim.SGD(polyshard.flat_parameters(model), lr=0.1)
+        for turn in range(2):
+            for microbatch, loss in enumerate(losses(model, rank, turn)):
+                with polyshard.no_sync(model) if microbatch < turn else nullcontext():
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with polyshard.unsharded(model):
+            return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    reference: Any = copy.deepcopy(start)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for turn in range(2):
+        for rank in range(ranks):
+            for loss in losses(reference, rank, turn):
+                (loss / ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for whole in on_ranks(ranks, on_rank):
+        torch.testing.assert_close(whole, dict(reference.named_parameters()), rtol=1e-12, atol=1e-12)
 
 
 def told_of(rank: int, world: ThreadedWorld, wrong: Callable[[nn.Module, int], Any], make: Any = VisionLanguage) -> str:

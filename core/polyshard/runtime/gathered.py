@@ -309,9 +309,9 @@ class GatheredParameters:
     def _compare(self, audit: Audit) -> None:
         unit, root = self.unit, self.unit.root
         among = unit.ranks.gather
-        if audit.done or among is None or unit.name in audit.gathered:
+        if audit.done or among is None or unit.name not in audit.due:
             return
-        audit.gathered.add(unit.name)
+        audit.due.remove(unit.name)
         with root.recorder.during("comparison of a gather", (unit.spec,), root.phase is Phase.BACKWARD):
             audit.compare_gathered(among, unit.name, *self._arrived())
 
@@ -526,6 +526,8 @@ def unshard_together(due: Sequence[GatheredParameters]) -> None:
             each.drop_secondary()
         each.places.clear()
         each.state, each.fresh = UnitState.GATHERING, Fresh.NOW
+    if root.audit.compares:
+        root.audit.expect({each.unit.name for each in due})
 
 
 def refuse_escape(units: Iterable[Unit], output: Any, module: str) -> None:

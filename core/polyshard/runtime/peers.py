@@ -11,7 +11,7 @@ import json
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -292,12 +292,23 @@ class Audit:
         self.compares = self._can
         #: Whether a whole forward was compared. Its backward still is, if there is one; the next forward is not.
         self.done = False
-        #: The units whose gather was compared.
-        self.gathered: set[str] = set()
+        #: The units whose gather is compared once it has arrived.
+        self.due: set[str] = set()
+        self._gathered: set[str] = set()
 
     def end(self) -> None:
         """Compare no more, unless always: what follows repeats what was compared."""
         self.compares = self.compares and self._always
+
+    def expect(self, units: Set[str]) -> None:
+        """Gathers of ``units`` were issued: of each, the first one of the forward is compared.
+
+        Not those that are waited for in it: what a backward issued is waited for where a rank's graph reaches the unit,
+        in that backward or in the next forward.
+        """
+        if not self.done:
+            self.due |= units - self._gathered
+            self._gathered |= units
 
     def compare_gathered(
         self, group: Collectives, unit: str, buffer: torch.Tensor, own: torch.Tensor, sent: torch.Tensor | None
