@@ -5,7 +5,7 @@
 Reads ``peers*.json`` and ``gathers.json`` in ``benchmarks/results/``. A file is one run. The chart is of the first of
 ``peers*.json`` that has timed rows. The page has the runs of that run's day and later. The
 README's chart is FSDP2's time of a step over that of polyshard with its defaults, and over that of the fastest other
-peer that trains, for models of four sizes at one commit.
+peer that trains, for models of four sizes at the newest commit that has all of them.
 """
 
 from __future__ import annotations
@@ -79,11 +79,12 @@ def _of_run(name: str, report: Mapping[str, Any]) -> str:
     parts += [
         f"{described[workload]}:\n\n{_of_workload(peers)}" for workload, peers in report.get("summary", {}).items()
     ]
+    without: dict[tuple[str, str, str], list[str]] = {}
     for skipped in report["skipped"]:
-        parts.append(
-            f"Round {skipped['round'] + 1} of {skipped['workload']} is without {', '.join(skipped['peers'])}: "
-            f"{skipped['reason']}."
-        )
+        kind = skipped["workload"], ", ".join(skipped["peers"]), skipped["reason"]
+        without.setdefault(kind, []).append(str(skipped["round"] + 1))
+    for (workload, peers, reason), numbers in without.items():
+        parts.append(f"Of {workload}, {peers} are not in round {', '.join(numbers)}: {reason}.")
     if "train" in report:
         parts.append(f"```text\n{train_table(report['train'])}\n```")
     return "\n\n".join(parts)
@@ -187,22 +188,18 @@ def _draw_panel(axes: Any, peers: Mapping[str, Mapping[str, Any]]) -> None:
 def draw_speedups(runs: Mapping[str, Mapping[str, Any]], chart: Path) -> None:
     """Two bars for each model of the README's chart, polyshard and the fastest other peer; thin lines span the rounds.
 
-    Of the runs of the first one's commit. Nothing is drawn where a model was not measured.
+    Of the newest commit at which all of these were measured, on one machine; nothing is drawn where there is none.
     """
-    made = next(iter(runs.values()))["environment"]
-    measured: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for report in runs.values():
-        if report["environment"].get("commit") == made.get("commit"):
-            for workload, peers in report["summary"].items():
-                timed = {peer: each for peer, each in peers.items() if "speed_to_fsdp2" in each}
-                measured.setdefault(workload, {}).update(timed)
-    if not all("polyshard" in measured.get(workload, {}) for workload in _SIZES):
+    made, measured = _all_sizes(runs)
+    if not measured:
         return
     bars: list[tuple[float, str, Mapping[str, Any], str]] = []
     for row, workload in enumerate(_SIZES):
         speeds = {peer: each["speed_to_fsdp2"] for peer, each in measured[workload].items()}
         # What computes alone does not train.
-        others = {peer: speed for peer, speed in speeds.items() if not peer.startswith(("polyshard", "local"))}
+        others = {
+            peer: speed for peer, speed in speeds.items() if not peer.startswith(("polyshard", "drop-in", "local"))
+        }
         fastest = max(others, key=lambda peer: others[peer]["median"])
         bars.append((-row + 0.17, "polyshard", speeds["polyshard"], _POLYSHARD_COLOUR))
         bars.append((-row - 0.17, _PEER_NAMES.get(fastest, fastest), others[fastest], _OTHER_COLOUR))
@@ -226,6 +223,25 @@ def draw_speedups(runs: Mapping[str, Mapping[str, Any]], chart: Path) -> None:
     told = f"{made['world_size']} x {made['device']}, torch {made['torch']}, {commit_of(made)}"
     defaults = f"polyshard's defaults and the fastest of its peers, medians and range of {counted} rounds."
     _save(figure, "Training speed beside FSDP2's", f"{defaults}\n{told}", chart)
+
+
+def _all_sizes(
+    runs: Mapping[str, Mapping[str, Any]],
+) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Mapping[str, Any]]]]:
+    """The newest environment in which models of all sizes were timed, and figures by workload and peer."""
+    found: dict[tuple[str, str], dict[str, dict[str, Mapping[str, Any]]]] = {}
+    made: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for report in sorted(runs.values(), key=lambda report: str(report["environment"]["date"])):
+        environment = report["environment"]
+        key = str(environment.get("commit")), f"{environment['world_size']} x {environment['device']}"
+        made[key] = environment
+        for workload, peers in report["summary"].items():
+            timed = {peer: each for peer, each in peers.items() if "speed_to_fsdp2" in each}
+            found.setdefault(key, {}).setdefault(workload, {}).update(timed)
+    for key in reversed(found):
+        if all("polyshard" in found[key].get(workload, {}) for workload in _SIZES):
+            return made[key], found[key]
+    return {}, {}
 
 
 def _colour(peer: str) -> str:
