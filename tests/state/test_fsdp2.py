@@ -179,29 +179,3 @@ def test_dtensors_are_the_parameters_own_and_those_of_torchs_functions() -> None
         assert not differing(sorted_groups(ours), sorted_groups(theirs))
         for name, value in ours["model"].items():
             torch.testing.assert_close(value, reference["model"][name])
-
-
-def saved_by_torch_while_training(rank: int, folder: str) -> State:
-    model, optimizer = native(0)
-    train(model, optimizer, 2)
-    one, other = states.get_state_dict(model, optimizer, FULL)
-    shown = states.get_state_dict(model, optimizer)
-    future = dcp.async_save(dict(zip(("model", "optimizer"), shown, strict=True)), checkpoint_id=folder)
-    train_by_hand(model, optimizer)
-    future.result()
-    dist.barrier()
-    polyshard.close(model)
-    return {"model": one, "optimizer": other}
-
-
-def train_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """A step without collectives: the default group is the save's meanwhile."""
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def test_torchs_own_async_save_holds_the_state_at_the_call(tmp_path: Path) -> None:
-    reference = RANKS.run(3, saved_by_torch_while_training, str(tmp_path))[0]
-    assert not differing(sorted_groups(reference), sorted_groups(read_plainly(tmp_path)))
