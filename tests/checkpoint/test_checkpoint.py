@@ -56,25 +56,6 @@ def saved(root: Path, world_size: int = 2) -> Path:
     return Path(on_threads(world_size, lambda model: checkpoint.save(root, 1, model, adamw(model)))[0])
 
 
-@pytest.mark.slow
-def test_any_program_reads_whole_tensors_under_ordinary_names(tmp_path: Path) -> None:
-    reference = net(0)
-    directory = saved(tmp_path, 3)
-    assert directory == tmp_path / "step-00000001"
-    plain = net(1)
-    plain.load_state_dict(checkpoint.read(directory)["model"])
-    assert not differing(plain.state_dict(), reference.state_dict())
-    found = {name.removeprefix("model."): each for name, each in tensors_in(directory).items() if name[:6] == "model."}
-    # A shared parameter is written once and found under all names; buffers that are not persistent are not there.
-    assert found.keys() == set(reference.state_dict())
-    manifest = json.loads((directory / "manifest.json").read_text())
-    assert manifest["aliases"]
-    assert manifest["aliases"].keys() | manifest["model"].keys() == set(reference.state_dict())
-    assert not manifest["aliases"].keys() & manifest["model"].keys()
-    assert torch.equal(found["head.weight"], reference.embed.weight)
-    assert torch.equal(found["conv.weight"], reference.conv.weight)
-
-
 def test_only_committed_directories_count(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "nowhere") is None
     directory = saved(tmp_path)
