@@ -49,48 +49,29 @@ def scheduled(model: nn.Module) -> torch.optim.Optimizer:
 
 
 SAVES: list[Callable[..., Any]] = [checkpoint.save, checkpoint.async_save]
-#: What is called otherwise on rank 1, by which functions, and the words of ranks 0 and 1.
-DIFFERENT: list[tuple[Mapping[str, Any], list[Callable[..., Any]], str, str]] = [
-    (
-        {"step": 8},
-        SAVES,
-        "'step' is 7 on rank 0, and 8 on rank 1",
-        "'step' is 8 on rank 1, and 7 on rank 0, 7 on rank 2",
-    ),
-    ({"keep": 2}, SAVES, "'keep' is None on rank 0, and 2 on rank 1", "'keep' is 2 on rank 1"),
-    (
-        {"frozen": False},
-        [*SAVES, checkpoint.load],
-        "'frozen' is True on rank 0, and False on rank 1",
-        "'frozen' is False on rank 1",
-    ),
-    (
-        {"make": None},
-        [*SAVES, checkpoint.load],
-        "'optimizer' is 'AdamW of 1 group(s)' on rank 0, and 'None' on rank 1",
-        "'optimizer' is 'None'",
-    ),
-    ({"make": sgd}, SAVES, "and 'SGD of 1 group(s)' on rank 1", "'optimizer' is 'SGD of 1 group(s)' on rank 1"),
-    (
-        {"make": scheduled},
-        [checkpoint.save],
-        "'initial_lr of the optimizer's group 0' is left out on rank 0, and 0.25 on rank 1.",
-        "0.25 on rank 1, and left out on rank 0, left out on rank 2.",
-    ),
+ALL = [*SAVES, checkpoint.load]
+#: What is called otherwise on rank 1, by which functions; the name of what differs, and both values.
+DIFFERENT: list[tuple[Mapping[str, Any], list[Callable[..., Any]], str, str, str]] = [
+    ({"step": 8}, SAVES, "step", "7", "8"),
+    ({"keep": 2}, SAVES, "keep", "None", "2"),
+    ({"frozen": False}, ALL, "frozen", "True", "False"),
+    ({"make": None}, ALL, "optimizer", "'AdamW of 1 group(s)'", "'None'"),
+    ({"make": sgd}, SAVES, "optimizer", "'AdamW of 1 group(s)'", "'SGD of 1 group(s)'"),
+    ({"make": scheduled}, SAVES[:1], "initial_lr of the optimizer's group 0", "left out", "0.25"),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("call", "other", "words", "own"),
+    ("call", "other", "name", "usual", "own"),
     [
-        pytest.param(call, other, words, own, id=f"{call.__name__} {number}")
-        for number, (other, calls, words, own) in enumerate(DIFFERENT)
+        pytest.param(call, other, *words, id=f"{call.__name__} {number}")
+        for number, (other, calls, *words) in enumerate(DIFFERENT)
         for call in calls
     ],
 )
 def test_ranks_that_save_or_load_otherwise_are_told_and_nothing_is_changed(
-    tmp_path: Path, call: Callable[..., Any], other: Mapping[str, Any], words: str, own: str
+    tmp_path: Path, call: Callable[..., Any], other: Mapping[str, Any], name: str, usual: str, own: str
 ) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> str:
         model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
@@ -99,12 +80,10 @@ def test_ranks_that_save_or_load_otherwise_are_told_and_nothing_is_changed(
         optimizer = adam(model)
         step(model, optimizer, rank)
         saved = optimizer if make is adam else make and make(model)
-        number, arguments = given.pop("step"), [tmp_path]
+        arguments = [tmp_path, given.pop("step")]
         if call is checkpoint.load:
             arguments = [checkpoint.save(tmp_path, 7, model, optimizer)]
             step(model, optimizer, rank)
-        else:
-            arguments.append(number)
         before = whole(model)
         with pytest.raises(
             RankMismatchError, match=r"(Preparing the checkpoint of step .|Opening the checkpoint) .* was given up"
@@ -123,9 +102,8 @@ def test_ranks_that_save_or_load_otherwise_are_told_and_nothing_is_changed(
         return str(refused.value)
 
     told = on_ranks(RANKS, on_rank)
-    assert words in told[0]
-    assert own in told[1]
-    assert "Call it with the same on every rank." in told[2]
+    assert f": '{name}' is {usual} on rank 0, and {own} on rank 1. Call it with the same on every rank." in told[0]
+    assert f": '{name}' is {own} on rank 1, and {usual} on rank 0, {usual} on rank 2." in told[1]
     # Of the save that was refused nothing is left.
     assert {path.name for path in tmp_path.iterdir()} - {".job-lock"} == {"step-00000007"}
 
