@@ -17,7 +17,7 @@ from parity import local, on_ranks, units_of, whole
 from plain_states import Odd, Part, adamw, differing, odd, train
 from polyshard import checkpoint
 from polyshard.checkpoint.writing import Writing
-from polyshard.errors import ConfigError, PolyshardError, StateError
+from polyshard.errors import ConfigError, ConfigTypeError, PolyshardError, StateError
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.precision import Unchanged
 from processes import RankPool
@@ -132,6 +132,10 @@ def test_an_optimizer_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> No
         odd.state[model.conv.weight]["factors"] = torch.zeros(1000)
         with pytest.raises(ConfigError, match=r"state 'factors' of 'conv.weight' has shape \(1000,\)"):
             checkpoint.save(tmp_path, 3, model, odd)
+        odd.state[model.conv.weight]["factors"] = lambda: None
+        words = r"optimizer\.state\['conv\.weight'\]\['factors'\] is of builtins\.function"
+        with pytest.raises(ConfigTypeError, match=words):
+            checkpoint.save(tmp_path, 3, model, odd)
 
     on_threads(2, work)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000002"
@@ -157,6 +161,33 @@ def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
             checkpoint.load(directory, model)
 
     on_threads(2, work)
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_backward_that_failed_is_left_behind(tmp_path: Path, call: str) -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    def work(model: Odd) -> Values:
+        optimizer = adamw(model)
+        directory = checkpoint.save(tmp_path, 1, model, optimizer)
+        handle = model.norm.register_forward_hook(lambda module, inputs, output: output.register_hook(fail) and None)
+        with pytest.raises(ArithmeticError):
+            train(model, optimizer, 1)
+        handle.remove()
+        if call == "save":
+            checkpoint.save(tmp_path, 2, model, optimizer)
+        else:
+            checkpoint.load(directory, model, optimizer)
+        optimizer.zero_grad()
+        train(model, optimizer, 3)
+        return whole(model)
+
+    plain = net(0)
+    train(plain, adamw(plain), 3)
+    for result in on_threads(2, work):
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(result[name], parameter.detach(), rtol=0, atol=1e-12)
 
 
 def test_buffers_are_those_of_the_first_rank(tmp_path: Path) -> None:
