@@ -42,8 +42,6 @@ def in_backward() -> bool:
 #: What ``.metadata`` of a DCP directory has for the place of an item: stock torch writes and reads it, and gives it no
 #: public name. (torch 2.11 to 2.15)
 StorageInfo = torch.distributed.checkpoint.filesystem._StorageInfo
-#: What archives of ``torch.save`` name for a tensor of any dtype, from torch 2.1 on. No public name is written there.
-rebuild_tensor: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor_v3
 
 
 class CheckpointCall(NamedTuple):

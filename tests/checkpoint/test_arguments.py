@@ -35,34 +35,43 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     optimizer.zero_grad()
 
 
-def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    first, *others = model.parameters()
-    return torch.optim.AdamW([{"params": [first]}, {"params": others}])
-
-
 def written_by_torch(folder: Path, values: Mapping[str, torch.Tensor]) -> None:
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         # That one process saves is what no_dist asks for.
         dcp.save({"model": dict(values)}, checkpoint_id=folder, no_dist=True)
 
 
-#: The arguments on rank 1, the last of which differs, and what all ranks are told of it.
-DIFFERENT_SAVES: list[tuple[Mapping[str, Any], str, str]] = [
-    ({"step": 8}, "'step' is 7 on rank 0, and 8 on rank 1", "'step' is 8 on rank 1, and 7 on rank 0, 7 on rank 2"),
-    ({"keep": 2}, "'keep' is None on rank 0, and 2 on rank 1", "'keep' is 2 on rank 1"),
-    ({"frozen": False}, "'frozen' is True on rank 0, and False on rank 1", "'frozen' is False on rank 1"),
-    ({"make": None}, "'optimizer' is 'AdamW of 1 group(s)' on rank 0, and 'None' on rank 1", "'optimizer' is 'None'"),
-    ({"make": sgd}, "and 'SGD of 1 group(s)' on rank 1", "'optimizer' is 'SGD of 1 group(s)' on rank 1"),
+def scheduled(model: nn.Module) -> torch.optim.Optimizer:
+    """With a setting that others have not."""
+    optimizer = adam(model)
+    optimizer.param_groups[0]["initial_lr"] = 0.25
+    return optimizer
+
+
+SAVES: list[Callable[..., Any]] = [checkpoint.save, checkpoint.async_save]
+ALL = [*SAVES, checkpoint.load]
+#: What is called otherwise on rank 1, by which functions; the name of what differs, and both values.
+DIFFERENT: list[tuple[Mapping[str, Any], list[Callable[..., Any]], str, str, str]] = [
+    ({"step": 8}, SAVES, "step", "7", "8"),
+    ({"keep": 2}, SAVES, "keep", "None", "2"),
+    ({"frozen": False}, ALL, "frozen", "True", "False"),
+    ({"make": None}, ALL, "optimizer", "'AdamW of 1 group(s)'", "'None'"),
+    ({"make": sgd}, SAVES, "optimizer", "'AdamW of 1 group(s)'", "'SGD of 1 group(s)'"),
+    ({"make": scheduled}, SAVES[:1], "initial_lr of the optimizer's group 0", "left out", "0.25"),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.async_save], ids=["save", "async_save"])
 @pytest.mark.parametrize(
-    ("other", "words", "own"), DIFFERENT_SAVES, ids=[next(iter(each[0])) for each in DIFFERENT_SAVES]
+    ("call", "other", "name", "usual", "own"),
+    [
+        pytest.param(call, other, *words, id=f"{call.__name__} {number}")
+        for number, (other, calls, *words) in enumerate(DIFFERENT)
+        for call in calls
+    ],
 )
-def test_ranks_that_save_otherwise_are_told_and_nothing_is_written(
-    tmp_path: Path, save: Callable[..., Any], other: Mapping[str, Any], words: str, own: str
+def test_ranks_that_save_or_load_otherwise_are_told_and_nothing_is_changed(
+    tmp_path: Path, call: Callable[..., Any], other: Mapping[str, Any], name: str, usual: str, own: str
 ) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> str:
         model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
@@ -71,78 +80,32 @@ def test_ranks_that_save_otherwise_are_told_and_nothing_is_written(
         optimizer = adam(model)
         step(model, optimizer, rank)
         saved = optimizer if make is adam else make and make(model)
+        arguments = [tmp_path, given.pop("step")]
+        if call is checkpoint.load:
+            arguments = [checkpoint.save(tmp_path, 7, model, optimizer)]
+            step(model, optimizer, rank)
+        before = whole(model)
         with pytest.raises(
-            RankMismatchError, match=r"Preparing the checkpoint of step . in .* was given up"
+            RankMismatchError, match=r"(Preparing the checkpoint of step .|Opening the checkpoint) .* was given up"
         ) as refused:
-            save(tmp_path, given.pop("step"), model, saved, **given)
-        checkpoint.save(tmp_path, 7, model, optimizer)
+            call(*arguments, model, saved, **given)
+        assert all(torch.equal(before[name], value) for name, value in whole(model).items())
+        if call is checkpoint.load:
+            checkpoint.load(*arguments, model, optimizer)
+        else:
+            # Settings may stand in any order.
+            group = optimizer.param_groups[0]
+            items = list(group.items())
+            group.clear()
+            group.update(items if rank else reversed(items))
+            checkpoint.save(tmp_path, 7, model, optimizer)
         return str(refused.value)
 
     told = on_ranks(RANKS, on_rank)
-    assert words in told[0]
-    assert own in told[1]
-    assert "Call it with the same on every rank." in told[2]
+    assert f": '{name}' is {usual} on rank 0, and {own} on rank 1. Call it with the same on every rank." in told[0]
+    assert f": '{name}' is {own} on rank 1, and {usual} on rank 0, {usual} on rank 2." in told[1]
     # Of the save that was refused nothing is left.
     assert {path.name for path in tmp_path.iterdir()} - {".job-lock"} == {"step-00000007"}
-
-
-def test_a_setting_that_one_rank_alone_has_is_told(tmp_path: Path) -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> str:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
-        optimizer = adam(model)
-        if rank == 1:
-            optimizer.param_groups[0]["initial_lr"] = 0.25
-        with pytest.raises(RankMismatchError) as refused:
-            checkpoint.save(tmp_path, 1, model, optimizer)
-        return str(refused.value)
-
-    for rank, text in enumerate(on_ranks(RANKS, on_rank)):
-        own, other = ("0.25", "left out on rank 0, left out on rank 2") if rank == 1 else ("left out", "0.25 on rank 1")
-        assert f"'initial_lr of the optimizer's group 0' is {own} on rank {rank}, and {other}." in text
-
-
-def test_settings_may_stand_in_any_order(tmp_path: Path) -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> str:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
-        optimizer = adam(model)
-        group = optimizer.param_groups[0]
-        items = list(group.items())
-        group.clear()
-        group.update(items if rank else reversed(items))
-        return checkpoint.save(tmp_path, 1, model, optimizer).name
-
-    assert on_ranks(RANKS, on_rank) == ["step-00000001"] * RANKS
-
-
-DIFFERENT_LOADS: list[tuple[Mapping[str, Any], str]] = [
-    ({"make": None}, "'optimizer' is 'AdamW of 2 group(s)' on rank 0, and 'None' on rank 1"),
-    ({"frozen": False}, "'frozen' is True on rank 0, and False on rank 1"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("other", "words"), DIFFERENT_LOADS, ids=[next(iter(each[0])) for each in DIFFERENT_LOADS])
-def test_ranks_that_load_otherwise_are_told_and_nothing_is_changed(
-    tmp_path: Path, other: Mapping[str, Any], words: str
-) -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> str:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
-        optimizer = two_groups(model)
-        step(model, optimizer, rank)
-        directory = checkpoint.save(tmp_path, 1, model, optimizer)
-        saved = whole(model)
-        step(model, optimizer, rank)
-        before = whole(model)
-        given = {"make": two_groups, **(other if rank == 1 else {})}
-        loaded = optimizer if given.pop("make") else None
-        with pytest.raises(RankMismatchError, match=r"Opening the checkpoint .* was given up") as refused:
-            checkpoint.load(directory, model, loaded, **given)
-        assert all(torch.equal(before[name], value) for name, value in whole(model).items())
-        checkpoint.load(directory, model, optimizer)
-        assert all(torch.equal(saved[name], value) for name, value in whole(model).items())
-        return str(refused.value)
-
-    assert words in on_ranks(RANKS, on_rank)[0]
 
 
 @pytest.mark.parametrize(
@@ -166,29 +129,18 @@ def test_steps_that_are_no_whole_numbers_are_refused(tmp_path: Path, given: Any,
 
 
 @pytest.mark.parametrize("given", [np.int64(3), torch.tensor(3)], ids=["numpy", "torch"])
-def test_a_step_may_be_any_whole_number(tmp_path: Path, given: Any) -> None:
+def test_a_step_may_be_any_whole_number_and_a_root_a_text(tmp_path: Path, given: Any) -> None:
     model = alone()
-    directory = checkpoint.save(tmp_path, given, model, keep=np.int32(2))
-    assert directory.name == "step-00000003"
+    directory = checkpoint.save(str(tmp_path), given, model, keep=np.int32(2))
+    assert directory == tmp_path / "step-00000003"
     checkpoint.load(directory, model)
 
 
-def test_no_path_is_refused_by_name(tmp_path: Path) -> None:
-    model = alone()
-    none = "is None, and must be a path. latest\\(\\) returns None where a folder holds no checkpoint"
-    with pytest.raises(ConfigTypeError, match=f"^directory {none}"):
-        checkpoint.load(checkpoint.latest(tmp_path), model)
-    with pytest.raises(ConfigTypeError, match=f"^directory {none}"):
-        checkpoint.load_dcp(None, model)
-    with pytest.raises(ConfigTypeError, match=f"^root {none}"):
-        checkpoint.save(None, 1, model)
-    assert checkpoint.save(str(tmp_path), 1, model).parent == tmp_path
-
-
-@pytest.mark.parametrize("given", ["", "a\0b", b"bytes"], ids=["empty", "null", "bytes"])
+@pytest.mark.parametrize("given", ["", "a\0b", b"bytes", None], ids=["empty", "null", "bytes", "none"])
 def test_what_no_path_can_be_is_refused_by_name(tmp_path: Path, given: Any) -> None:
     model = alone()
-    kind = ConfigTypeError if isinstance(given, bytes) else ConfigError
+    kind = ConfigError if isinstance(given, str) else ConfigTypeError
+    words = "None, and must be a path. latest\\(\\) returns None where a folder holds no checkpoint"
     for name, call in (
         ("root", lambda: checkpoint.save(given, 1, model)),
         ("root", lambda: checkpoint.async_save(given, 1, model)),
@@ -199,7 +151,7 @@ def test_what_no_path_can_be_is_refused_by_name(tmp_path: Path, given: Any) -> N
         ("folder", lambda: polyshard_huggingface.save(model, given)),
         ("path", lambda: polyshard_huggingface.load(model, given)),
     ):
-        with pytest.raises(kind, match=f"^{name} is "):
+        with pytest.raises(kind, match=f"^{name} is {words if given is None else ''}"):
             call()
 
 

@@ -7,7 +7,6 @@ import gc
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,27 +95,6 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return ranks
 
 
-@pytest.mark.parametrize("full_on", [0, 1])
-def test_a_failure_comes_out_where_it_is_asked_for_and_leaves_no_checkpoint(
-    full_on: int, tmp_path: Path, failing: set[str]
-) -> None:
-    def body(rank: int, world: ThreadedWorld) -> None:
-        model, optimizer = made(rank, world)
-        failing.add(str(full_on))
-        pending = checkpoint.async_save(tmp_path, 1, model, optimizer)
-        expected = OSError if rank == full_on else RankMismatchError
-        for _ in range(2):
-            with pytest.raises(expected, match=r"No space left on device"):
-                pending.result(20)
-        train(model, optimizer, 1)
-        failing.clear()
-        assert checkpoint.save(tmp_path, 3, model, optimizer) == tmp_path / "step-00000003"
-
-    on_ranks(2, body)
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000003"
-    assert {path.name for path in tmp_path.iterdir()} == {".job-lock", "step-00000003"}
-
-
 def save_next(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     checkpoint.save(root, 2, model, optimizer)
 
@@ -136,8 +114,10 @@ def close_next(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
 @pytest.mark.parametrize("full_on", [0, 1])
 @pytest.mark.parametrize("call", [save_next, save_next_in_background, load_next, close_next])
 def test_a_failure_that_nobody_asked_for_is_raised_alike_on_all_ranks_by_the_next_call(
-    full_on: int, call: Callable[..., None], tmp_path: Path, failing: set[str]
+    full_on: int, call: Callable[..., None], tmp_path: Path, failing: set[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And logged at once, on each."""
+
     def body(rank: int, world: ThreadedWorld) -> str:
         model, optimizer = made(rank, world)
         checkpoint.save(tmp_path, 0, model, optimizer)
@@ -164,28 +144,11 @@ def test_a_failure_that_nobody_asked_for_is_raised_alike_on_all_ranks_by_the_nex
     what = f"The save of {tmp_path / 'step-00000001'} in the background failed:\n  rank {full_on}: OSError: [Errno 28]"
     then = "The model is closed all the same." if call is close_next else "This call was not begun: call it again."
     assert all(text.startswith(what) and then in text for text in texts)
+    logged = sorted(record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert [f"in the background failed on rank {rank}: " in text for rank, text in enumerate(logged)] == [True] * 2
+    assert all("No space left on device" in text for text in logged)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {".job-lock", "step-00000000"} | (set() if call is close_next else {"step-00000002"})
-
-
-@pytest.mark.parametrize("full_on", [0, 1, 2])
-def test_a_failure_that_nobody_asks_for_is_logged_on_every_rank(
-    full_on: int, tmp_path: Path, failing: set[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    failing.add(str(full_on))
-
-    def body(rank: int, world: ThreadedWorld) -> None:
-        model, optimizer = made(rank, world)
-        pending = checkpoint.async_save(tmp_path, 1, model, optimizer)
-        while not pending.done():
-            time.sleep(0.01)
-        pending.note_reported()
-
-    on_ranks(3, body)
-    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    where = f"The save of {tmp_path / 'step-00000001'} in the background failed on rank"
-    assert sorted(text[: len(where) + 2] for text in told) == [f"{where} {rank}" for rank in range(3)]
-    assert all("No space left on device" in text for text in told)
 
 
 def test_the_copy_of_the_state_is_let_go_of_though_the_failure_is_kept(tmp_path: Path, failing: set[str]) -> None:

@@ -119,15 +119,21 @@ def differing(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tens
 
 
 @pytest.mark.parametrize(
-    ("kind", "before", "after"),
-    [*((kind, 2, 4) for kind in _KINDS), *((kind, 1, 4) for kind in _KINDS[:2]), ("AdamW4bit", 2, 1)],
+    ("kind", "before", "after", "settings"),
+    [
+        *((kind, 2, 4, {}) for kind in _KINDS),
+        *((kind, 1, 4, {}) for kind in _KINDS[:2]),
+        ("AdamW4bit", 2, 1, {}),
+        # Replicas save their blocks once.
+        ("AdamW4bit", 4, 2, {"strategy": "hybrid_shard", "shard_size": 2}),
+    ],
     ids=str,
 )
 def test_another_number_of_ranks_goes_on_as_the_unsharded_model(
-    kind: str, before: int, after: int, tmp_path: Path
+    kind: str, before: int, after: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     make = make_of(kind)
-    on_ranks(before, partial(begun, tmp_path, make))
+    on_ranks(before, partial(begun, tmp_path, make), **settings)
     wanted = unsharded(make)
     # Of four ranks, pieces of 2048 elements have blocks that their optimizer would not have begun with.
     for found in on_ranks(after, partial(resumed, tmp_path, make)):
@@ -162,21 +168,17 @@ def line(columns: int, rows: int) -> nn.Module:
 UNEVEN = partial(line, 64, 127)
 
 
-def check_same_ranks_alone(make: Make, made: Callable[[], nn.Module], numel: int, folder: Path) -> None:
-    wanted = on_ranks(2, partial(begun, folder, make), made)[0]
-    for found in on_ranks(2, partial(resumed, folder, make), made):
-        assert differing(found, wanted) == []
-    message = refused_at(1, folder, make, made)
-    assert "has optimizer state" in message
-    assert "of 'weight' for the pieces [0:4" in message
-    assert f"and not for this rank's, [0:{numel}] (rank 0)" in message
-    assert "Load it at the number of ranks, and with the strategy, that saved it" in message
-
-
 def test_pieces_in_blocks_beside_small_ones_in_full_precision_resume_at_the_same_ranks(
     make: Make, tmp_path: Path
 ) -> None:
-    check_same_ranks_alone(make, UNEVEN, 64 * 127, tmp_path)
+    wanted = on_ranks(2, partial(begun, tmp_path, make), UNEVEN)[0]
+    for found in on_ranks(2, partial(resumed, tmp_path, make), UNEVEN):
+        assert differing(found, wanted) == []
+    message = refused_at(1, tmp_path, make, UNEVEN)
+    assert "has optimizer state" in message
+    assert "of 'weight' for the pieces [0:4" in message
+    assert f"and not for this rank's, [0:{64 * 127}] (rank 0)" in message
+    assert "Load it at the number of ranks, and with the strategy, that saved it" in message
 
 
 def test_ranks_that_cut_blocks_cannot_take_whole_ones(tmp_path: Path) -> None:
@@ -269,14 +271,6 @@ def test_pieces_without_a_state_of_the_whole_are_refused_by_name() -> None:
     for rank, message in enumerate(on_ranks(2, ask, UNEVEN)):
         assert "state of 'weight' is in blocks" in message
         assert f"(rank {rank}): there is no state of the whole" in message
-
-
-def test_replicas_save_their_blocks_once_and_resume_sharded(tmp_path: Path) -> None:
-    make = make_of("AdamW4bit")
-    hybrid = {"strategy": "hybrid_shard", "shard_size": 2}
-    on_ranks(4, partial(begun, tmp_path, make), **hybrid)
-    for found in on_ranks(2, partial(resumed, tmp_path, make)):
-        assert differing(found, unsharded(make)) == []
 
 
 def test_full_precision_of_small_pieces_replaces_blocks(tmp_path: Path) -> None:

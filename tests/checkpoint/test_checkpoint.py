@@ -17,7 +17,7 @@ from parity import local, on_ranks, units_of, whole
 from plain_states import Odd, Part, adamw, differing, odd, train
 from polyshard import checkpoint
 from polyshard.checkpoint.writing import Writing
-from polyshard.errors import ConfigError, PolyshardError, RankMismatchError, StateError
+from polyshard.errors import ConfigError, ConfigTypeError, PolyshardError, StateError
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.precision import Unchanged
 from processes import RankPool
@@ -56,25 +56,6 @@ def saved(root: Path, world_size: int = 2) -> Path:
     return Path(on_threads(world_size, lambda model: checkpoint.save(root, 1, model, adamw(model)))[0])
 
 
-@pytest.mark.slow
-def test_any_program_reads_whole_tensors_under_ordinary_names(tmp_path: Path) -> None:
-    reference = net(0)
-    directory = saved(tmp_path, 3)
-    assert directory == tmp_path / "step-00000001"
-    plain = net(1)
-    plain.load_state_dict(checkpoint.read(directory)["model"])
-    assert not differing(plain.state_dict(), reference.state_dict())
-    found = {name.removeprefix("model."): each for name, each in tensors_in(directory).items() if name[:6] == "model."}
-    # A shared parameter is written once and found under all names; buffers that are not persistent are not there.
-    assert found.keys() == set(reference.state_dict())
-    manifest = json.loads((directory / "manifest.json").read_text())
-    assert manifest["aliases"]
-    assert manifest["aliases"].keys() | manifest["model"].keys() == set(reference.state_dict())
-    assert not manifest["aliases"].keys() & manifest["model"].keys()
-    assert torch.equal(found["head.weight"], reference.embed.weight)
-    assert torch.equal(found["conv.weight"], reference.conv.weight)
-
-
 def test_only_committed_directories_count(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "nowhere") is None
     directory = saved(tmp_path)
@@ -95,54 +76,8 @@ def test_only_committed_directories_count(tmp_path: Path) -> None:
     assert (unfinished / "__0_0.distcp").read_bytes() == b"half"
 
 
-def test_a_committed_step_is_not_overwritten_and_old_ones_can_go(tmp_path: Path) -> None:
-    def work(model: Odd) -> None:
-        first = checkpoint.save(tmp_path, 1, model)
-        before = sorted((path.name, path.stat().st_mtime_ns) for path in first.iterdir())
-        expected = ConfigError if polyshard_rank(model) == 0 else RankMismatchError
-        with pytest.raises(expected, match="step-00000001 is committed already"):
-            checkpoint.save(tmp_path, 1, model)
-        assert sorted((path.name, path.stat().st_mtime_ns) for path in first.iterdir()) == before
-        for step in (2, 3, 4):
-            checkpoint.save(tmp_path, step, model, keep=2)
-        with pytest.raises(ConfigError, match="keep is 0, and must be 1 or more"):
-            checkpoint.save(tmp_path, 5, model, keep=0)
-
-    on_threads(2, work)
-    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["step-00000003", "step-00000004"]
-
-
 def polyshard_rank(model: nn.Module) -> int:
     return polyshard.report(model).rank
-
-
-def drop(model: Odd) -> None:
-    del model.scale
-
-
-def widen(model: Odd) -> None:
-    model.scale = nn.Parameter(torch.zeros(2).double())
-
-
-@pytest.mark.parametrize(
-    ("change_saved", "change_loading", "message"),
-    [
-        (drop, lambda model: None, r"has no 'scale' \(rank \d\)"),
-        (lambda model: None, drop, r"has 'scale', which the model lacks"),
-        (widen, lambda model: None, r"'scale' has shape \(2,\) in the checkpoint .* but \(1,\) in the model"),
-    ],
-)
-def test_a_checkpoint_of_another_model_changes_nothing(
-    tmp_path: Path, change_saved: Callable[[Odd], None], change_loading: Callable[[Odd], None], message: str
-) -> None:
-    def load(model: Odd) -> None:
-        before = whole(model)
-        with pytest.raises(ConfigError, match=message):
-            checkpoint.load(tmp_path / "step-00000001", model)
-        assert not differing(whole(model), before)
-
-    on_threads(2, lambda model: checkpoint.save(tmp_path, 1, model), 0, change_saved)
-    on_threads(2, load, 1, change_loading)
 
 
 @pytest.mark.slow
@@ -197,24 +132,13 @@ def test_an_optimizer_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> No
         odd.state[model.conv.weight]["factors"] = torch.zeros(1000)
         with pytest.raises(ConfigError, match=r"state 'factors' of 'conv.weight' has shape \(1000,\)"):
             checkpoint.save(tmp_path, 3, model, odd)
+        odd.state[model.conv.weight]["factors"] = lambda: None
+        words = r"optimizer\.state\['conv\.weight'\]\['factors'\] is of builtins\.function"
+        with pytest.raises(ConfigTypeError, match=words):
+            checkpoint.save(tmp_path, 3, model, odd)
 
     on_threads(2, work)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000002"
-
-
-def test_a_failure_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
-    def work(model: Odd) -> None:
-        optimizer = adamw(model)
-        if polyshard_rank(model) == 1:
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(4))]})
-            with pytest.raises(ConfigError, match="is not a parameter of the model"):
-                checkpoint.save(tmp_path, 1, model, optimizer)
-        else:
-            with pytest.raises(RankMismatchError, match="rank 1: ConfigError: Parameter 0 of the optimizer's group 2"):
-                checkpoint.save(tmp_path, 1, model, optimizer)
-
-    on_threads(3, work)
-    assert checkpoint.latest(tmp_path) is None
 
 
 def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
@@ -235,46 +159,32 @@ def test_calls_at_the_wrong_place_are_refused(tmp_path: Path) -> None:
         assert len(refused) == 2
         with polyshard.unsharded(model), pytest.raises(StateError, match=r"inside polyshard.unsharded\(\)"):
             checkpoint.load(directory, model)
-        with pytest.raises(StateError, match="this Linear is not sharded"):
-            checkpoint.save(tmp_path, 2, nn.Linear(1, 1))
-        with pytest.raises(StateError, match=r"was given the inner one 'parts\.0'"):
-            checkpoint.save(tmp_path, 2, model.parts[0])
 
     on_threads(2, work)
 
 
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_a_backward_that_failed_is_left_behind(tmp_path: Path, call: str) -> None:
-    class StopError(Exception):
-        pass
+    def fail(gradient: torch.Tensor) -> None:
+        raise ArithmeticError
 
     def work(model: Odd) -> Values:
         optimizer = adamw(model)
         directory = checkpoint.save(tmp_path, 1, model, optimizer)
-
-        def stop(gradient: torch.Tensor) -> None:
-            raise StopError
-
-        def stopping(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-            if stops:
-                output.register_hook(stop)
-
-        stops = True
-        model.norm.register_forward_hook(stopping)
-        with pytest.raises(StopError):
+        handle = model.norm.register_forward_hook(lambda module, inputs, output: output.register_hook(fail) and None)
+        with pytest.raises(ArithmeticError):
             train(model, optimizer, 1)
+        handle.remove()
         if call == "save":
             checkpoint.save(tmp_path, 2, model, optimizer)
         else:
             checkpoint.load(directory, model, optimizer)
-        stops = False
         optimizer.zero_grad()
         train(model, optimizer, 3)
         return whole(model)
 
     plain = net(0)
-    optimizer = adamw(plain)
-    train(plain, optimizer, 3)
+    train(plain, adamw(plain), 3)
     for result in on_threads(2, work):
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(result[name], parameter.detach(), rtol=0, atol=1e-12)
@@ -353,63 +263,34 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def _sharded_here(ranks: list[int], seed: int) -> Odd | None:
-    group = dist.new_group(ranks)
-    return shard(net(seed), group) if dist.get_rank() in ranks else None
-
-
-def _train_and_save(rank: int, root: Path) -> tuple[Values, Values] | None:
+def _save_and_resume(rank: int, root: Path) -> tuple[Values, Values, Values] | None:
+    """Parameters at the save, after three more steps, and after these in a model that was loaded."""
     # Not the first ranks: a rank of the group and a rank of the job are two numbers.
-    model = _sharded_here([1, 2], 0)
-    if model is None:
+    group = dist.new_group([1, 2])
+    if rank == 0:
         return None
+    model = shard(net(0), group)
     optimizer = adamw(model)
     train(model, optimizer, 3)
-    checkpoint.save(root, 3, model, optimizer, extra={"rank": rank})
+    directory = checkpoint.save(root, 3, model, optimizer, extra={"rank": rank})
     at_save = whole(model)
     train(model, optimizer, 3, first=3)
-    return at_save, whole(model)
-
-
-def _load_and_save(rank: int, root: Path, target: Path) -> tuple[Values, Any]:
-    model = _sharded_here([0, 1, 2], 1)
-    assert model is not None
-    optimizer = adamw(model)
-    directory = checkpoint.latest(root)
-    assert directory is not None
-    extra = checkpoint.load(directory, model, optimizer)
-    checkpoint.save(target, 3, model, optimizer)
-    return whole(model), extra
-
-
-def _resume(rank: int, directory: Path) -> Values | None:
-    model = _sharded_here([1, 2], 2)
-    if model is None:
-        return None
-    optimizer = adamw(model)
-    checkpoint.load(directory, model, optimizer)
-    train(model, optimizer, 3, first=3)
-    return whole(model)
+    other = shard(net(1), group)
+    its = adamw(other)
+    assert checkpoint.load(directory, other, its) == {"rank": 1}
+    train(other, its, 3, first=3)
+    return at_save, whole(model), whole(other)
 
 
 @pytest.mark.slow
 def test_processes_of_a_gloo_group_save_load_and_resume(tmp_path: Path, pool: RankPool) -> None:
-    none, first, second = pool.run(_train_and_save, tmp_path)
-    assert none is None
-    assert first is not None
-    assert second is not None
-    at_save, at_end = first
-    assert not differing(second[1], at_end)
-    for loaded, extra in pool.run(_load_and_save, tmp_path, tmp_path / "by three"):
-        assert not differing(loaded, at_save)
-        assert extra == {"rank": 1}
-    for root in (tmp_path, tmp_path / "by three"):
-        for resumed in pool.run(_resume, root / "step-00000003")[1:]:
-            assert resumed is not None
-            assert not differing(resumed, at_end)
-    plain = net(3)
-    plain.load_state_dict(checkpoint.read(tmp_path / "step-00000003")["model"])
-    assert not differing({name: parameter.detach() for name, parameter in plain.named_parameters()}, at_save)
+    read: dict[str, Any] = {}
+    for found in pool.run(_save_and_resume, tmp_path)[1:]:
+        assert found is not None
+        at_save, at_end, resumed = found
+        assert not differing(at_end, resumed)
+        read = read or checkpoint.read(tmp_path / "step-00000003")["model"]
+        assert not differing({name: read[name] for name in at_save}, at_save)
 
 
 def _wait_for_a_slow_rank(rank: int, root: Path) -> str:

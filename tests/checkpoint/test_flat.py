@@ -9,7 +9,6 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from parity import local, on_ranks, threaded, units_of, whole
 from plain_states import Odd, Part, odd, train
 from polyshard import checkpoint
@@ -17,14 +16,13 @@ from polyshard import state as states
 from polyshard.errors import ConfigError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 #: What is ignored here is trained, and its gradients are averaged by hand or not at all.
 pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
 
 Values = dict[str, torch.Tensor]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-ALONE = "torch.distributed is disabled, unavailable or uninitialized"
 
 
 def net(seed: int = 0) -> Odd:
@@ -43,9 +41,6 @@ def momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.001, momentum=0.9, nesterov=True)
 
 
-OPTIMIZERS = [adam, pytest.param(momentum, marks=pytest.mark.slow)]
-
-
 def own(model: nn.Module) -> list[nn.Parameter]:
     return list(model.parameters())
 
@@ -54,81 +49,26 @@ def flat(model: nn.Module) -> list[nn.Parameter]:
     return polyshard.flat_parameters(model)
 
 
-def unsharded(make: Make, turns: int) -> tuple[Odd, torch.optim.Optimizer]:
-    model = net()
-    optimizer = make(own(model))
-    train(model, optimizer, turns)
-    return model, optimizer
-
-
-def expected(make: Make) -> Values:
-    """Parameters after three uninterrupted steps without shards."""
-    return {name: value.detach() for name, value in unsharded(make, 3)[0].named_parameters()}
-
-
 def shard(model: Odd, rank: int, world: ThreadedWorld, **settings: Any) -> Odd:
     return polyshard.shard(
         model, threaded(world, rank, policy=units_of(Part), **settings), ignored_parameters=[model.scale]
     )
 
 
-def save(
-    root: Path,
-    make: Make,
-    world_size: int,
-    choose: Callable[[nn.Module], list[nn.Parameter]] = flat,
-    **settings: Any,
-) -> Path:
+def save(root: Path, world_size: int, make: Make = adam, **settings: Any) -> Path:
     """Train two steps and save."""
 
     def on_rank(rank: int, world: ThreadedWorld) -> Path:
         model = shard(net(), rank, world, **settings)
-        optimizer = make(choose(model))
+        optimizer = make(flat(model))
         train(model, optimizer, 2)
         return checkpoint.save(root, 2, model, optimizer)
 
     return on_ranks(world_size, on_rank)[0]
 
 
-def resume(
-    directory: Path,
-    make: Make,
-    world_size: int,
-    choose: Callable[[nn.Module], list[nn.Parameter]] = flat,
-    **settings: Any,
-) -> list[Values]:
-    """Load into a model of other values, and train the third step."""
-
-    def on_rank(rank: int, world: ThreadedWorld) -> Values:
-        model = shard(net(seed=1), rank, world, **settings)
-        optimizer = make(choose(model))
-        checkpoint.load(directory, model, optimizer)
-        train(model, optimizer, 1, first=2)
-        return whole(model)
-
-    return on_ranks(world_size, on_rank)
-
-
-def assert_third_step(results: list[Values], make: Make) -> None:
-    for result in results:
-        torch.testing.assert_close(result, expected(make), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
-def test_an_unsharded_model_and_optimizer_go_on(tmp_path: Path, world_size: int, make: Make) -> None:
-    directory = save(tmp_path, make, world_size)
-    plain = net(seed=1)
-    optimizer = make(own(plain))
-    state = checkpoint.read(directory)
-    plain.load_state_dict(state["model"])
-    set_optimizer_state_dict(plain, optimizer, optim_state_dict=state["optimizer"])
-    train(plain, optimizer, 1, first=2)
-    assert_third_step([{name: value.detach() for name, value in plain.named_parameters()}], make)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("make", [adam, momentum])
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -144,30 +84,27 @@ def test_an_unsharded_model_and_optimizer_go_on(tmp_path: Path, world_size: int,
     ],
     ids=str,
 )
-def test_flat_state_goes_on_at_another_world_size(tmp_path: Path, before: Any, after: Any, make: Make) -> None:
-    directory = save(tmp_path, make, before[0], **before[1])
-    assert_third_step(resume(directory, make, after[0], **after[1]), make)
-
-
-@pytest.mark.slow
-def test_torch_reads_into_flat_state_in_place(tmp_path: Path) -> None:
-    plain, plain_optimizer = unsharded(adam, 2)
-    written = {"model": plain.state_dict(), "optimizer": get_optimizer_state_dict(plain, plain_optimizer)}
-    with pytest.warns(UserWarning, match=ALONE):
-        dcp.save(written, checkpoint_id=tmp_path, no_dist=True)
+def test_flat_state_goes_on_at_another_world_size_and_in_one_process(
+    tmp_path: Path, before: Any, after: Any, make: Make
+) -> None:
+    directory = save(tmp_path, before[0], make, **before[1])
+    wanted, plain = net(), net(seed=1)
+    train(wanted, make(own(wanted)), 3)
 
     def on_rank(rank: int, world: ThreadedWorld) -> Values:
-        model = shard(net(seed=1), rank, world)
-        optimizer = adam(flat(model))
-        train(model, optimizer, 1)
-        state = dict(zip(("model", "optimizer"), states.get_state_dict(model, optimizer), strict=True))
-        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        model = shard(net(seed=1), rank, world, **after[1])
+        optimizer = make(flat(model))
+        checkpoint.load(directory, model, optimizer)
         train(model, optimizer, 1, first=2)
         return whole(model)
 
-    with pytest.warns(UserWarning, match=ALONE):
-        results = on_ranks(2, on_rank)
-    assert_third_step(results, adam)
+    found = on_ranks(after[0], on_rank)
+    state, optimizer = checkpoint.read(directory), make(own(plain))
+    plain.load_state_dict(state["model"])
+    set_optimizer_state_dict(plain, optimizer, optim_state_dict=state["optimizer"])
+    train(plain, optimizer, 1, first=2)
+    for result in (*found, dict(plain.named_parameters())):
+        torch.testing.assert_close(result, dict(wanted.named_parameters()), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -199,7 +136,7 @@ def test_groups_and_names_of_parameters_are_the_models(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_padding_of_the_state_is_zero_and_what_is_there_is_filled_in_place(tmp_path: Path) -> None:
-    directory = save(tmp_path, adam, 2)
+    directory = save(tmp_path, 2)
 
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         model = shard(net(seed=1), rank, world)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import threading
 from pathlib import Path
 
 import checkpoints
@@ -15,7 +14,7 @@ import torch
 from checkpoints import remark
 from parity import Block, Net, on_ranks, seeded, threaded, units_of
 from polyshard import checkpoint
-from polyshard.errors import ConfigError, ConfigTypeError, PolyshardError, RankMismatchError, StateError
+from polyshard.errors import ConfigError, RankMismatchError, StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -49,40 +48,6 @@ def change(model: nn.Module, value: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [(1, 1), (1, 2)], ids=["one step", "two steps"])
-def test_two_jobs_that_save_into_one_folder_never_mix(tmp_path: Path, steps: tuple[int, int]) -> None:
-    mixed, committed = 0, 0
-    refusals: list[str] = []
-    for trial in range(4):
-        root = tmp_path / str(trial)
-        together = threading.Barrier(4)
-
-        def job(number: int, root: Path = root, together: threading.Barrier = together) -> None:
-            def on_rank(rank: int, world: ThreadedWorld) -> None:
-                model = polyshard.shard(filled(float(number)), threaded(world, rank, policy=units_of(Block)))
-                together.wait(20)
-                try:
-                    checkpoint.save(root, steps[number], model)
-                except PolyshardError as error:
-                    refusals.append(str(error))
-
-            on_ranks(2, on_rank)
-
-        jobs = [threading.Thread(target=job, args=(number,)) for number in range(2)]
-        for each in jobs:
-            each.start()
-        for each in jobs:
-            each.join()
-        for directory in root.glob("step-*"):
-            committed += 1
-            mixed += len(value_of(directory)) != 1
-        assert not [name for name in names(root) if name.startswith(".")]
-    assert mixed == 0
-    assert committed >= 4
-    assert all("nother job" in text or "committed already" in text for text in refusals)
 
 
 def test_a_second_job_in_the_folder_is_noticed_at_the_next_save(tmp_path: Path) -> None:
@@ -180,15 +145,6 @@ def test_a_damaged_newest_checkpoint_is_refused_and_passed_over(tmp_path: Path, 
     assert value_of(checkpoint.latest(tmp_path)) == {301.0}
 
 
-def test_a_damaged_marker_is_named(tmp_path: Path) -> None:
-    model = line_of_three(tmp_path)
-    os.truncate(tmp_path / "step-00000300" / "COMMITTED", 9)
-    with pytest.warns(UserWarning, match="passed over: .*step-00000300 is damaged: 'COMMITTED' cannot be"):
-        assert checkpoint.latest(tmp_path) == tmp_path / "step-00000200"
-    with pytest.raises(StateError, match="'COMMITTED' cannot be what was written"):
-        checkpoint.load(tmp_path / "step-00000300", model)
-
-
 def test_a_marker_behind_which_there_is_no_other_is_named_before_anything_is_committed(tmp_path: Path) -> None:
     model = line_of_three(tmp_path)
     remark(tmp_path / "step-00000300", lambda marker: marker.update(turn=(1 << 62) - 1))
@@ -227,17 +183,6 @@ def test_what_an_ended_save_left_is_removed_and_what_a_running_one_writes_is_not
         assert (users / "__0_0.distcp").read_bytes() == b"half"
     finally:
         os.close(lock)
-
-
-def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    model = line_of_three(tmp_path)
-    optimizer = torch.optim.SGD(model.parameters())
-    optimizer.state[model.first.bias]["odd"] = lambda: None
-    before = names(tmp_path)
-    with pytest.raises(ConfigTypeError, match=r"optimizer\.state\['first\.bias'\]\['odd'\] is of builtins\.function"):
-        checkpoint.save(tmp_path, 400, model, optimizer)
-    assert names(tmp_path) == before
-    assert checkpoint.save(tmp_path, 400, model).name == "step-00000400"
 
 
 @pytest.mark.slow

@@ -111,21 +111,21 @@ def test_files_of_other_content_are_refused(change: str, directory: Path) -> Non
         path.write_bytes(before)
 
 
-def test_files_of_another_checkpoint_are_refused(directory: Path) -> None:
-    model, optimizer = trained(2)
-    other = checkpoint.save(directory.parent, 2, model, optimizer, extra={"tensor": torch.arange(5), "text": "hello"})
-    for name in ("__0_0.distcp", "manifest.json", "COMMITTED"):
-        before = (directory / name).read_bytes()
-        shutil.copy(other / name, directory / name)
-        with pytest.raises(CheckpointDamagedError, match=r"manifest\.json|__0_0\.distcp"):
-            checkpoint.verify(directory)
-        (directory / name).write_bytes(before)
-    checkpoint.verify(directory)
+def weight(**changes: Any) -> Change:
+    """Let the manifest tell something else of a weight, which has one box."""
+    return lambda manifest: manifest["model"]["0.weight"].update(changes)
 
 
-def put(column: str, *values: Any, name: str = "0.weight") -> Change:
-    """Let the manifest have other numbers in a column of a tensor's only box."""
-    return lambda manifest: manifest["model"][name].update({column: list(values)})
+def extra(value: Any) -> Change:
+    return lambda manifest: manifest["extra"].update(x=value)
+
+
+def state(**changes: Any) -> Change:
+    return lambda manifest: manifest["optimizer"]["state"]["0.weight"].update(changes)
+
+
+def group(**changes: Any) -> Change:
+    return lambda manifest: manifest["optimizer"]["groups"][0].update(changes)
 
 
 def rename(name: str) -> Change:
@@ -150,32 +150,38 @@ def doubled(manifest: dict[str, Any]) -> None:
         told[column] += told[column]
 
 
+def shared(manifest: dict[str, Any]) -> None:
+    manifest["model"]["0.weight"]["at"] = manifest["model"]["1.weight"]["at"]
+
+
+#: Numbers of one hash.
+ALIKE = [number * (2**61 - 1) for number in range(2000)]
 NO_BOX: dict[str, list[int]] = {"offsets": [], "sizes": [], "files": [], "at": []}
 
 
-HOSTILE: dict[str, tuple[Change, str]] = {
+HOSTILE: dict[str, tuple[Change | bytes, str]] = {
     "no model": (lambda m: m.pop("model"), "KeyError"),
-    "of no dtype": (lambda m: m["model"]["0.weight"].update(dtype="os"), "KeyError"),
-    "a huge shape": (lambda m: m["model"]["0.weight"].update(shape=[1 << 45, 5]), "has 15 elements"),
-    "a shape of no tensor": (lambda m: m["model"]["0.weight"].update(shape=[0, 1 << 61, 1 << 61]), "no tensor has"),
+    "of no dtype": (weight(dtype="os"), "KeyError"),
+    "a huge shape": (weight(shape=[1 << 45, 5]), "has 15 elements"),
+    "a shape of no tensor": (weight(shape=[0, 1 << 61, 1 << 61]), "no tensor has"),
     "a value of no tensor's shape": (
-        lambda m: m["extra"].update(x={"$tensor": {"dtype": "int8", "shape": [0, *[1 << 61] * 60], **NO_BOX}}),
+        extra({"$tensor": {"dtype": "int8", "shape": [0, *[1 << 61] * 60], **NO_BOX}}),
         "no tensor has",
     ),
-    "a number of 400 digits": (lambda m: m["model"]["0.weight"].update(shape=[10**400, 5]), "no number of anything"),
-    "a negative shape": (lambda m: m["model"]["0.weight"].update(shape=[-3, -5]), "no number of anything"),
-    "a thousand dimensions": (lambda m: m["model"]["0.weight"].update(shape=[1] * 1000), "1000 dimensions"),
-    "elements missing": (lambda m: m["model"]["0.weight"].update(NO_BOX), "has 0 elements"),
+    "a number of 400 digits": (weight(shape=[10**400, 5]), "no number of anything"),
+    "a negative shape": (weight(shape=[-3, -5]), "no number of anything"),
+    "a thousand dimensions": (weight(shape=[1] * 1000), "1000 dimensions"),
+    "elements missing": (weight(**NO_BOX), "has 0 elements"),
     "elements twice": (doubled, "has 30 elements"),
     "the same memory": (grown, "elements"),
-    "two in one place": (lambda m: m["model"]["0.weight"].update(at=m["model"]["1.weight"]["at"]), "is in two boxes"),
-    "outside of the shape": (put("offsets", 1, 0), "has a box at"),
-    "of huge extents": (put("sizes", (1 << 62) - 1, (1 << 62) - 1), "has a box at"),
-    "of fractions": (put("at", 64.0), "something else than numbers"),
-    "below nothing": (put("at", -64), "something else than numbers"),
-    "behind the file's end": (put("at", 1 << 40), "is said to lie at byte"),
-    "between alignments": (put("at", 65), "is said to lie at byte"),
-    "in no file": (put("files", 1), "is said to lie at byte"),
+    "two in one place": (shared, "is in two boxes"),
+    "outside of the shape": (weight(offsets=[1, 0]), "has a box at"),
+    "of huge extents": (weight(sizes=[(1 << 62) - 1, (1 << 62) - 1]), "has a box at"),
+    "of fractions": (weight(at=[64.0]), "something else than numbers"),
+    "below nothing": (weight(at=[-64]), "something else than numbers"),
+    "behind the file's end": (weight(at=[1 << 40]), "is said to lie at byte"),
+    "between alignments": (weight(at=[65]), "is said to lie at byte"),
+    "in no file": (weight(files=[1]), "is said to lie at byte"),
     "above the folder": (rename("../__0_0.distcp"), "which no rank writes"),
     "a name with a line break": (rename("__0_0.distcp\n"), "which no rank writes"),
     "a name of other digits": (rename("__\u0660_0.distcp"), "which no rank writes"),
@@ -185,57 +191,29 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "a strange alias": (lambda m: m["aliases"].update({"a": "nowhere"}), "'a' is said to be 'nowhere'"),
     "no values": (lambda m: m.update(extra=[3]), "a value is no object"),
     "a number for values": (lambda m: m.update(extra=3), "extra is no object"),
-    "an unknown tag": (lambda m: m["extra"].update(x={"$call": ["os.system", "true"]}), "'call', which this polyshard"),
-    "a pickle in a tag": (lambda m: m["extra"].update(x={"$bytes": 3}), "bytes is no text"),
-    "no base64": (lambda m: m["extra"].update(x={"$bytes": "§"}), "ValueError|Error"),
-    "a dtype of torch's": (lambda m: m["extra"].update(x={"$dtype": "load"}), "KeyError"),
-    "a scalar of objects": (
-        lambda m: m["extra"].update(x={"$scalar": ["object", "AAAAAAAAAAA="]}),
-        "scalar of 'object'",
-    ),
-    "a device of none": (lambda m: m["extra"].update(x={"$device": "nowhere:1"}), "the device"),
-    "a list for a key": (lambda m: m["extra"].update(x={"$dict": [[{"$list": []}, 1]]}), "TypeError"),
-    "a year of none": (lambda m: m["extra"].update(x={"$date": "99999-99-99"}), "ValueError"),
-    "a huge duration": (lambda m: m["extra"].update(x={"$timedelta": [10**30, 0, 0]}), "OverflowError"),
-    "a tensor in a number": (lambda m: m["extra"].update(x={"$tensor": {"$tensor": 1}}), "KeyError"),
-    "keys of one hash": (
-        lambda m: m["extra"].update(x={"$dict": [[number * (2**61 - 1), 1] for number in range(2000)]}),
-        "keys that were made to have one hash",
-    ),
-    "members of one hash": (
-        lambda m: m["extra"].update(x={"$set": [number * (2**61 - 1) for number in range(2000)]}),
-        "keys that were made to have one hash",
-    ),
-    "state of nobody": (
-        lambda m: m["optimizer"]["state"].update(ghost={"step": 1}),
-        "state of 'ghost', which no group has",
-    ),
+    "an unknown tag": (extra({"$call": ["os.system", "true"]}), "'call', which this polyshard"),
+    "a pickle in a tag": (extra({"$bytes": 3}), "bytes is no text"),
+    "no base64": (extra({"$bytes": "§"}), "ValueError|Error"),
+    "a dtype of torch's": (extra({"$dtype": "load"}), "KeyError"),
+    "a scalar of objects": (extra({"$scalar": ["object", "AAAAAAAAAAA="]}), "scalar of 'object'"),
+    "a device of none": (extra({"$device": "nowhere:1"}), "the device"),
+    "a list for a key": (extra({"$dict": [[{"$list": []}, 1]]}), "TypeError"),
+    "a year of none": (extra({"$date": "99999-99-99"}), "ValueError"),
+    "a huge duration": (extra({"$timedelta": [10**30, 0, 0]}), "OverflowError"),
+    "a tensor in a number": (extra({"$tensor": {"$tensor": 1}}), "KeyError"),
+    "keys of one hash": (extra({"$dict": [[each, 1] for each in ALIKE]}), "keys that were made to have one hash"),
+    "members of one hash": (extra({"$set": ALIKE}), "keys that were made to have one hash"),
+    "state of nobody": (lambda m: m["optimizer"]["state"].update(ghost={"step": 1}), "of 'ghost', which no group has"),
     "groups that are none": (lambda m: m["optimizer"].update(groups={"0": {}}), "groups is no list"),
     "a group without names": (lambda m: m["optimizer"]["groups"][0].pop("params"), "KeyError"),
     "a class that is none": (lambda m: m["optimizer"].update(kind={"module": 3, "class": "AdamW"}), "kind is no text"),
-    "a tensor in state": (
-        lambda m: m["optimizer"]["state"]["0.weight"].update(
-            x={"$list": [m["optimizer"]["state"]["0.weight"]["step"]]}
-        ),
-        "a tensor where none can be",
-    ),
+    "a tensor in state": (state(x={"$list": [{"$tensor": {}}]}), "a tensor where none can be"),
     "lists in lists": (
-        lambda m: m["extra"].update(x=functools.reduce(lambda value, _: {"$list": [value]}, range(150), 1)),
+        extra(functools.reduce(lambda value, _: {"$list": [value]}, range(150), 1)),
         "nested too deeply",
     ),
     "a format of none": (lambda m: m.update(format=[3]), "it is of format"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_manifest_that_cannot_be_is_refused(name: str, directory: Path) -> None:
-    change, words = HOSTILE[name]
-    reseal(directory, change)
-    refused(directory, f"'manifest.json' cannot be what was written .*({words})")
-
-
-RAW: dict[str, tuple[bytes, str]] = {
+    # What is no manifest.
     "nothing": (b"", "cannot be what was written"),
     "no text": (b"\xff\xfe\x00", "cannot be what was written"),
     "a pickle": (pickle.dumps({"a": 1}), "cannot be what was written"),
@@ -246,13 +224,6 @@ RAW: dict[str, tuple[bytes, str]] = {
     "a long number": (b'{"format":' + b"9" * 5000 + b"}", "cannot be what was written"),
     "a list": (b"[]", "the manifest is no object"),
 }
-
-
-@pytest.mark.parametrize("name", RAW)
-def test_a_manifest_that_is_none_is_refused(name: str, directory: Path) -> None:
-    content, words = RAW[name]
-    reseal(directory, content)
-    refused(directory, f"'manifest.json' .*{words}")
 
 
 MARKERS: dict[str, tuple[Change, str]] = {
@@ -267,11 +238,19 @@ MARKERS: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MARKERS)
-def test_a_marker_that_cannot_be_is_refused(name: str, directory: Path) -> None:
-    change, words = MARKERS[name]
-    remark(directory, change)
-    refused(directory, f"'COMMITTED' cannot be what was written .*{words}")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [*(("manifest.json", name) for name in HOSTILE), *(("COMMITTED", name) for name in MARKERS)],
+)
+def test_what_cannot_have_been_written_is_refused(file: str, name: str, directory: Path) -> None:
+    if file == "COMMITTED":
+        change, words = MARKERS[name]
+        remark(directory, change)
+    else:
+        given, words = HOSTILE[name]
+        reseal(directory, given)
+    refused(directory, f"'{file}' .*({words})")
 
 
 @pytest.mark.parametrize("number", [0, 2, 5])
@@ -295,20 +274,6 @@ def test_links_and_pipes_are_not_followed(name: str, directory: Path, tmp_path: 
     (directory / name).unlink()
     (directory / name).mkdir()
     refused(directory, f"'{name}' is no file")
-
-
-def test_sizes_are_compared_before_memory_is_asked_for(directory: Path) -> None:
-    size = 1 << 50
-
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["files"]["__0_0.distcp"].update(size=size)
-
-    reseal(directory, change)
-    remark(directory, lambda marker: marker["files"].update({"__0_0.distcp": size}))
-    refused(directory, "__0_0.distcp")
-    # A sparse file of that size could be there.
-    reseal(directory, lambda manifest: manifest["model"]["0.weight"].update(shape=[1 << 45, 5]))
-    refused(directory, "__0_0.distcp|0.weight")
 
 
 def test_state_of_one_rank_of_many_has_no_more_elements_than_its_parameter(directory: Path) -> None:
@@ -353,14 +318,14 @@ def test_a_sparse_file_of_more_than_the_machines_memory_is_refused(directory: Pa
             call()
     assert all(torch.equal(value, before[name]) for name, value in values(model).items())
 
-    def shared(manifest: dict[str, Any]) -> None:
+    def named(manifest: dict[str, Any]) -> None:
         told = manifest["extra"].pop("more")["$tensor"]
         told.update(shape=[size // 2], sizes=[size // 2])
         manifest["model"]["large"] = told
         manifest["aliases"].update({"again": "large", "once more": "large"})
 
     # Each name of a tensor is given memory.
-    reseal(directory, shared)
+    reseal(directory, named)
     with pytest.raises(StateError, match=r"has [\d,]+ bytes to be read into host memory"):
         checkpoint.read(directory)
 
@@ -386,29 +351,15 @@ def test_thousands_of_chunks_beside_each_other_take_no_minutes(directory: Path) 
     refused(directory, "'manifest.json' .*has elements twice")
 
 
-def set_lr(value: Any) -> Change:
-    return lambda m: m["optimizer"]["groups"][0].update(lr=value)
-
-
-def set_state(**state: Any) -> Change:
-    return lambda m: m["optimizer"]["state"]["0.weight"].update(state)
-
-
 NONSENSE: dict[str, tuple[Change, str]] = {
-    "a list for a rate": (set_lr({"$list": [1, 2]}), r"'lr' was \[1, 2\] and is 0.001"),
-    "a text for a rate": (set_lr("0.001"), "'lr' was '0.001' and is 0.001"),
-    "no number for a rate": (set_lr({"$float": "nan"}), "'lr' was nan and is 0.001"),
-    "three betas": (
-        lambda m: m["optimizer"]["groups"][0].update(betas={"$tuple": [0.9, 0.95, 0.99]}),
-        r"'betas' was \(0.9, 0.95, 0.99\) and is \(0.9, 0.999\)",
-    ),
-    "a text for a beta": (
-        lambda m: m["optimizer"]["groups"][0].update(betas={"$tuple": [0.9, "a"]}),
-        r"'betas' was \(0.9, 'a'\) and is",
-    ),
-    "a text for steps": (set_state(step="abc"), "optimizer state 'step'.* is 'abc'"),
-    "a list for steps": (set_state(step={"$list": [1]}), r"optimizer state 'step'.* is \[1\]"),
-    "no number of steps": (set_state(step={"$float": "nan"}), "optimizer state 'step'.* is nan"),
+    "a list for a rate": (group(lr={"$list": [1, 2]}), r"'lr' was \[1, 2\] and is 0.001"),
+    "a text for a rate": (group(lr="0.001"), "'lr' was '0.001' and is 0.001"),
+    "no number for a rate": (group(lr={"$float": "nan"}), "'lr' was nan and is 0.001"),
+    "three betas": (group(betas={"$tuple": [0.9, 0.95, 0.99]}), r"was \(0.9, 0.95, 0.99\) and is \(0.9, 0.999\)"),
+    "a text for a beta": (group(betas={"$tuple": [0.9, "a"]}), r"'betas' was \(0.9, 'a'\) and is"),
+    "a text for steps": (state(step="abc"), "optimizer state 'step'.* is 'abc'"),
+    "a list for steps": (state(step={"$list": [1]}), r"optimizer state 'step'.* is \[1\]"),
+    "no number of steps": (state(step={"$float": "nan"}), "optimizer state 'step'.* is nan"),
 }
 
 

@@ -27,10 +27,6 @@ from polyshard.errors import StateError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import RankPool
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -59,23 +55,6 @@ def test_a_model_and_its_modules_have_dtensors(world_size: int, settings: dict[s
                 square_step(model, 0, rank)
 
     on_ranks(world_size, on_rank)
-
-
-@pytest.mark.slow
-def test_whole_parameters_are_given_out_inside_unsharded() -> None:
-    plain = seeded(Net).state_dict()
-
-    def on_rank(rank: int, world: ThreadedWorld) -> list[dict[str, Any]]:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
-        with polyshard.unsharded(model):
-            states = [model.state_dict(), get_model_state_dict(model)]
-            states.append(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
-            return copy.deepcopy(states)
-
-    for states in on_ranks(3, on_rank):
-        for state in states:
-            assert list(state) == list(plain)
-            torch.testing.assert_close(dict(state), dict(plain), rtol=0, atol=0)
 
 
 @one_by_one("assign", [False, True], "world_size, settings", STRATEGIES)

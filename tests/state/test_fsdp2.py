@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from parity import units_of
-from plain_states import Odd, Part, State, adamw, differing, odd, plain_state, sorted_groups, train
+from plain_states import Odd, Part, State, adamw, differing, odd, plain_state, state_of, train
 from polyshard import checkpoint
 from polyshard import state as states
 from polyshard.errors import RankMismatchError
@@ -71,9 +71,9 @@ def native_carries(rank: int, folder: str) -> State:
     checkpoint.save(Path(folder, "run"), 1, model, optimizer)
     one, other = states.get_state_dict(model, optimizer)
     dcp.save({"model": one, "optimizer": other}, checkpoint_id=Path(folder, "stock"))
-    one, other = states.get_state_dict(model, optimizer, FULL)
+    found = state_of(model, optimizer)
     polyshard.close(model)
-    return {"model": one, "optimizer": other}
+    return found
 
 
 def read_plainly(directory: Path) -> State:
@@ -90,9 +90,9 @@ def read_plainly(directory: Path) -> State:
 def test_from_fsdp2_at_two_ranks_by_three_of_ours_to_one_process(tmp_path: Path) -> None:
     reference = RANKS.run(2, fsdp2_writes, str(tmp_path / "fsdp2"), True)[0]
     for found in RANKS.run(3, native_carries, str(tmp_path)):
-        assert not differing(sorted_groups(reference), sorted_groups(found))
+        assert not differing(reference, found)
     for directory in (tmp_path / "run" / "step-00000001", tmp_path / "stock"):
-        assert not differing(sorted_groups(reference), sorted_groups(read_plainly(directory)))
+        assert not differing(reference, read_plainly(directory))
 
 
 def from_rank_0(rank: int, settings: dict[str, Any]) -> State:
@@ -101,15 +101,15 @@ def from_rank_0(rank: int, settings: dict[str, Any]) -> State:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, plain["model"], options=options)
     set_optimizer_state_dict(model, optimizer, plain["optimizer"], options=options)
-    one, other = states.get_state_dict(model, optimizer, FULL)
+    found = state_of(model, optimizer)
     polyshard.close(model)
-    return {"model": one, "optimizer": other}
+    return found
 
 
 @pytest.mark.parametrize("settings", [{}, {"strategy": "hybrid_shard", "shard_size": 2}, {"offload": "cpu"}], ids=str)
 def test_what_rank_0_alone_has_is_sent_by_torchs_function(settings: dict[str, Any]) -> None:
     for found in RANKS.run(4, from_rank_0, settings):
-        assert not differing(sorted_groups(plain_state()), sorted_groups(found))
+        assert not differing(plain_state(), found)
 
 
 def dtensors_of_fsdp2(rank: int) -> list[State]:
@@ -119,14 +119,14 @@ def dtensors_of_fsdp2(rank: int) -> list[State]:
     given = told(theirs, their_optimizer)
     assert isinstance(given["model"]["parts.0.gate"], DTensor)
     states.set_state_dict(model, optimizer, model_state_dict=given["model"], optim_state_dict=given["optimizer"])
-    one, other = states.get_state_dict(model, optimizer, FULL)
+    found = state_of(model, optimizer)
     polyshard.close(model)
-    return [told(theirs, their_optimizer, full_state_dict=True), {"model": one, "optimizer": other}]
+    return [told(theirs, their_optimizer, full_state_dict=True), found]
 
 
 def test_dtensors_of_fsdp2_are_taken_without_a_file() -> None:
     for theirs, ours in RANKS.run(3, dtensors_of_fsdp2):
-        assert not differing(sorted_groups(theirs), sorted_groups(ours))
+        assert not differing(theirs, ours)
 
 
 def dtensors_on_one_rank(rank: int) -> None:
@@ -162,46 +162,20 @@ def as_dtensors(rank: int) -> list[State]:
             assert other["state"][name][key] is value
     inside = states.get_model_state_dict(model.parts[1])
     assert inside["gate"].to_local().data_ptr() == model.parts[1].gate.to_local().data_ptr()
-    whole = states.get_state_dict(model, optimizer, FULL)
+    whole = state_of(model, optimizer)
     kept = {name: value.clone() for name, value in one.items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     states.set_model_state_dict(model, kept)
-    assert not differing(whole[0], states.get_model_state_dict(model, FULL))
+    assert not differing(whole["model"], states.get_model_state_dict(model, FULL))
     polyshard.close(model)
-    return [dict(zip(("model", "optimizer"), whole, strict=True)), told(model, optimizer, full_state_dict=True)]
+    return [whole, told(model, optimizer, full_state_dict=True)]
 
 
 def test_dtensors_are_the_parameters_own_and_those_of_torchs_functions() -> None:
     reference = plain_state()
     for ours, theirs in RANKS.run(3, as_dtensors):
-        assert not differing(sorted_groups(ours), sorted_groups(theirs))
+        assert not differing(ours, theirs)
         for name, value in ours["model"].items():
             torch.testing.assert_close(value, reference["model"][name])
-
-
-def saved_by_torch_while_training(rank: int, folder: str) -> State:
-    model, optimizer = native(0)
-    train(model, optimizer, 2)
-    one, other = states.get_state_dict(model, optimizer, FULL)
-    shown = states.get_state_dict(model, optimizer)
-    future = dcp.async_save(dict(zip(("model", "optimizer"), shown, strict=True)), checkpoint_id=folder)
-    train_by_hand(model, optimizer)
-    future.result()
-    dist.barrier()
-    polyshard.close(model)
-    return {"model": one, "optimizer": other}
-
-
-def train_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """A step without collectives: the default group is the save's meanwhile."""
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def test_torchs_own_async_save_holds_the_state_at_the_call(tmp_path: Path) -> None:
-    reference = RANKS.run(3, saved_by_torch_while_training, str(tmp_path))[0]
-    assert not differing(sorted_groups(reference), sorted_groups(read_plainly(tmp_path)))

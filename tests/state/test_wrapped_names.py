@@ -91,12 +91,6 @@ def require_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-#: The former and the later model.
-PAIRS = pytest.mark.parametrize(
-    ("before", "now"), [(wrapped, plain), (plain, wrapped), (wrapped, wrapped)], ids=["off", "on", "kept"]
-)
-
-
 def test_state_dicts_have_torchs_names_buffers_and_inner_modules_too() -> None:
     model, optimizer = sharded(wrapped, 0)
     assert list(states.get_model_state_dict(model)) == list(plain().state_dict())
@@ -111,24 +105,6 @@ def test_state_dicts_have_torchs_names_buffers_and_inner_modules_too() -> None:
     names = [name for names, _ in polyshard.stream(model) for name in names]
     assert {*names, "module.weight"} == set(plain().state_dict())
     plain().load_state_dict(states.get_model_state_dict(model, FULL))
-
-
-@PAIRS
-def test_checkpoints_load_with_and_without(
-    before: Callable[[int], Model], now: Callable[[int], Model], tmp_path: Path
-) -> None:
-    model, optimizer = sharded(before, 0)
-    directory = checkpoint.save(tmp_path, 1, model, optimizer)
-    wanted = told(model, optimizer)
-    plain().load_state_dict(checkpoint.read(directory)["model"])
-    # With the names of now, and with those that polyshard wrote when it left nothing out.
-    for change in (str, as_formerly):
-        reseal(directory, lambda manifest, change=change: rename(manifest, change))  # type: ignore[misc]
-        model, optimizer = sharded(now, 1)
-        checkpoint.load(directory, model, optimizer)
-        require_equal(told(model, optimizer), wanted)
-        plain().load_state_dict(checkpoint.read(directory)["model"])
-        assert set(checkpoint.read(directory)["optimizer"]["state"]) == set(wanted["optimizer"])
 
 
 def test_what_ddp_adds_is_known_where_it_is_still_there(tmp_path: Path) -> None:
@@ -158,48 +134,56 @@ def rename(manifest: dict[str, Any], change: Callable[[str], str]) -> None:
     optimizer["groups"] = json.loads(text)
 
 
-@PAIRS
-@pytest.mark.parametrize("flatten", [False, True])
-def test_directories_of_torch_load_with_and_without(
-    before: Callable[[int], Model], now: Callable[[int], Model], flatten: bool, tmp_path: Path
-) -> None:
-    model, optimizer = sharded(before, 0)
-    options = dcp.state_dict.StateDictOptions(flatten_optimizer_state_dict=flatten)
-    one, other = get_state_dict(model, optimizer, options=options)
-    wanted = told(model, optimizer)
-    dcp.save({"model": one, "optimizer": other}, checkpoint_id=tmp_path)
-    model, optimizer = sharded(now, 1)
-    checkpoint.load_dcp(tmp_path, model, optimizer)
-    require_equal(told(model, optimizer), wanted)
+#: Of a way to save: what loads it, now and once names are as they were when what wrappers add was left in.
+Loads = Iterator[Callable[[nn.Module, torch.optim.Optimizer], object]]
 
 
-@PAIRS
-def test_raw_names_of_modules_are_taken(before: Callable[[int], Model], now: Callable[[int], Model]) -> None:
-    model, optimizer = sharded(before, 0)
+def by_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Loads:
+    directory = checkpoint.save(folder, 1, model, optimizer)
+    for change in (str, as_formerly):
+        reseal(directory, lambda manifest, change=change: rename(manifest, change))  # type: ignore[misc]
+        plain().load_state_dict(checkpoint.read(directory)["model"])
+        yield lambda other, its: checkpoint.load(directory, other, its)
+
+
+def by_torch(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Loads:
+    for flatten in (False, True):
+        options = dcp.state_dict.StateDictOptions(flatten_optimizer_state_dict=flatten)
+        one, other = get_state_dict(model, optimizer, options=options)
+        dcp.save({"model": one, "optimizer": other}, checkpoint_id=folder / str(flatten))
+        yield lambda other, its, flatten=flatten: checkpoint.load_dcp(folder / str(flatten), other, its)  # type: ignore[misc]
+
+
+def by_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Loads:
     wanted = told(model, optimizer)["model"]
-    given = {name: value.detach().clone() for name, value in wanted.items()}
-    given = {as_formerly(name): value for name, value in given.items()}
-    for load in (
-        lambda model: states.set_model_state_dict(model, given),
-        lambda model: polyshard.load_stream(model, given.items()),
-    ):
-        other, optimizer = sharded(now, 1)
-        load(other)
-        require_equal(told(other, optimizer)["model"], wanted)
+    given = {as_formerly(name): value for name, value in wanted.items()}
+    yield lambda other, its: states.set_model_state_dict(other, given)
+    yield lambda other, its: polyshard.load_stream(other, given.items())
 
 
-@PAIRS
-def test_files_of_hugging_face_have_them_neither(
-    before: Callable[[int], Model], now: Callable[[int], Model], tmp_path: Path
-) -> None:
-    model, optimizer = sharded(before, 0)
-    wanted = told(model, optimizer)["model"]
-    huggingface.save(model, tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
+def by_hugging_face(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Loads:
+    huggingface.save(model, folder)
+    saved = load_file(folder / "model.safetensors")
     # A tied weight is there once.
     assert {*saved, "module.weight"} == set(plain().state_dict())
     for change in (str, as_formerly):
-        save_file({change(name): value for name, value in saved.items()}, tmp_path / "model.safetensors")
-        other, optimizer = sharded(now, 1)
-        huggingface.load(other, tmp_path)
-        require_equal(told(other, optimizer)["model"], wanted)
+        save_file({change(name): value for name, value in saved.items()}, folder / "model.safetensors")
+        yield lambda other, its: huggingface.load(other, folder)
+
+
+@pytest.mark.parametrize("way", [by_checkpoint, by_torch, by_tensors, by_hugging_face])
+@pytest.mark.parametrize(
+    ("before", "now"), [(wrapped, plain), (plain, wrapped), (wrapped, wrapped)], ids=["off", "on", "kept"]
+)
+def test_what_is_saved_loads_with_and_without(
+    before: Callable[[int], Model], now: Callable[[int], Model], way: Callable[..., Loads], tmp_path: Path
+) -> None:
+    model, optimizer = sharded(before, 0)
+    wanted = told(model, optimizer)
+    for load in way(model, optimizer, tmp_path):
+        other, its = sharded(now, 1)
+        load(other, its)
+        found = told(other, its)
+        require_equal(found["model"], wanted["model"])
+        if way in (by_checkpoint, by_torch):
+            require_equal(found["optimizer"], wanted["optimizer"])

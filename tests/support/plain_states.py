@@ -7,6 +7,7 @@ from typing import Any
 import polyshard
 import torch
 from parity import seeded, threaded, units_of
+from polyshard.state import StateOptions, get_state_dict
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -87,8 +88,14 @@ def made(rank: int, world: ThreadedWorld, seed: int = 0, **settings: Any) -> tup
     return model, adamw(model)
 
 
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """The same of a sharded model, whole on every rank."""
+    one, other = get_state_dict(model, optimizer, StateOptions(form="full"))
+    return {"model": one, "optimizer": other}
+
+
 def differing(one: Any, other: Any, path: str = "") -> list[str]:
-    """Where two nested values differ, in a bit or in what there is."""
+    """Where two nested values differ, in a bit or in what there is; names of a group's parameters in any order."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         same = one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
         return [] if same else [path]
@@ -100,14 +107,9 @@ def differing(one: Any, other: Any, path: str = "") -> list[str]:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         if len(one) != len(other):
             return [path]
+        if path.endswith("/params"):
+            one, other = sorted(one), sorted(other)
         return [
             each for i, (a, b) in enumerate(zip(one, other, strict=True)) for each in differing(a, b, f"{path}/{i}")
         ]
     return [] if one == other else [path]
-
-
-def sorted_groups(state: State) -> State:
-    """With the names of each group of the optimizer in one order."""
-    optimizer = state["optimizer"]
-    groups = [{**group, "params": sorted(group["params"])} for group in optimizer["param_groups"]]
-    return {**state, "optimizer": {**optimizer, "param_groups": groups}}

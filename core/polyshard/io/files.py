@@ -55,20 +55,19 @@ class OpenedFile:
     """In bytes."""
     descriptor: int
 
-    def read(self, pieces: Sequence[memoryview], at: int) -> bool:
-        """Fill ``pieces`` one behind another from byte ``at`` on; returns False where the file ends before.
+    def read(self, pieces: Sequence[memoryview], at: int) -> None:
+        """Fill ``pieces`` one behind another from byte ``at`` on.
 
-        Raises OSError: reading failed; names the file.
+        Raises CheckpointDamagedError: the file ends before; OSError: reading failed; names the file.
         """
         left = [piece for piece in pieces if len(piece)]
         with naming(self.path):
             while left:
                 count = os.preadv(self.descriptor, left[:_MOST_PIECES], at)
                 if count == 0:
-                    return False
+                    raise damaged(self.path.parent, f"'{self.path.name}' became shorter while it was read")
                 at += count
                 _take_off(left, count)
-        return True
 
 
 @contextmanager

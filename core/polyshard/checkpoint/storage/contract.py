@@ -87,8 +87,11 @@ class InputFile(Protocol):
     def size(self) -> int:
         """In bytes."""
 
-    def read(self, pieces: Sequence[memoryview], at: int) -> bool:
-        """Fill ``pieces`` one behind another from byte ``at`` on; returns False where the file ends before."""
+    def read(self, pieces: Sequence[memoryview], at: int) -> None:
+        """Fill ``pieces`` one behind another from byte ``at`` on.
+
+        Raises CheckpointDamagedError: the file is gone, or ends before.
+        """
 
 
 class OutputFile(Protocol):
@@ -240,8 +243,7 @@ class Storage(ABC, Generic[P]):
             if file.size > most:
                 raise damaged(directory, f"'{name}' has {file.size:,} bytes, more than any that was written")
             content = bytearray(file.size)
-            if not file.read([memoryview(content)], 0):
-                raise damaged(directory, f"'{name}' became shorter while it was read")
+            file.read([memoryview(content)], 0)
             return bytes(content)
 
     def require_written(self, directory: P, least: Mapping[str, int]) -> None:

@@ -249,21 +249,20 @@ class _Input:
         self._directory = directory
         self._name = name
 
-    def read(self, pieces: Sequence[memoryview], at: int) -> bool:
+    def read(self, pieces: Sequence[memoryview], at: int) -> None:
         total = sum(map(len, pieces))
         if not total:
-            return True
+            return
         place = self._directory / self._name
         got = _asked(place, lambda filesystem, name: filesystem.cat_file(name, start=at, end=at + total))
         if got is None:
             raise damaged(self._directory, f"'{self._name}' is gone")
         content = memoryview(got)
         if len(content) != total:
-            return False
+            raise damaged(self._directory, f"'{self._name}' became shorter while it was read")
         for piece in pieces:
             piece[:] = content[: len(piece)]
             content = content[len(piece) :]
-        return True
 
 
 class _Output:
