@@ -20,7 +20,7 @@ from ..io.boxes import Box, Chunk, Numbers
 from ..io.files import DIGEST, carried_out, digest_of
 from ..io.memory import NAMES, HostCopy, pieces_of
 from ..io.progress import report_progress
-from ..state.exchange import Answers, from_first, gather_to_first, speaks, together
+from ..state.exchange import Answers, gather_to_first, scatter_from_first, speaks, together
 from ..state.sharded import MODEL, OPTIMIZER, CheckpointTensor
 from ..state.source import chunks_of, in_chunks
 from . import metadata
@@ -317,8 +317,8 @@ def _agreed(
                 for rank, each in enumerate(offers)
             ]
             shares = share_out(offers, complete=complete)
-    of_ranks: Sequence[Numbers] = from_first(collectives, shares and shares.of_ranks)
-    return Plan(offered_here, of_ranks[collectives.rank if speaks(collectives) else 0], shares), values
+    share: Numbers = scatter_from_first(collectives, None if shares is None else shares.of_ranks)
+    return Plan(offered_here, share, shares), values
 
 
 def offered(state: Mapping[str, Any]) -> tuple[Offer, list[Chunk]]:

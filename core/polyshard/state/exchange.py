@@ -86,18 +86,34 @@ def gather_to_first(collectives: Collectives, value: Any) -> list[Any] | None:
     return [value, *(pickle.loads(each) for each in found[1:])] if found else None
 
 
+def scatter_from_first(collectives: Collectives, values: Sequence[Any] | None) -> Any:
+    """This rank's entry of ``values``, which the rank that coordinates gives. One behind the other, in rounds."""
+    if not speaks(collectives):
+        assert values is not None
+        return values[0]
+    payloads = [pickle.dumps(value) for value in values or ()]
+    sizes = from_first(collectives, [len(payload) for payload in payloads])
+    first = sum(sizes[: collectives.rank])
+    last = first + sizes[collectives.rank]
+    joined = b"".join(payloads)
+    own = bytearray()
+    for start in range(0, sum(sizes), _AT_ONCE):
+        size = min(_AT_ONCE, sum(sizes) - start)
+        sent = broadcast(collectives, joined[start : start + size], size, 0)
+        own += sent[max(0, first - start) : max(0, last - start)]
+    return pickle.loads(own)
+
+
 def broadcast(collectives: Collectives, payload: bytes, size: int, source: int) -> bytes:
-    """The ``payload`` of rank ``source``, of ``size`` bytes, on every rank. In rounds: a device has little room."""
-    received = bytearray()
-    for start in range(0, size, _AT_ONCE):
-        if collectives.rank == source:
-            part = bytearray(payload[start : start + _AT_ONCE])
-            carried = torch.frombuffer(part, dtype=torch.uint8).to(collectives.device)
-        else:
-            carried = torch.empty(min(_AT_ONCE, size - start), dtype=torch.uint8, device=collectives.device)
-        collectives.broadcast(carried, source).wait()
-        received += carried.cpu().numpy().tobytes()
-    return bytes(received)
+    """The ``payload`` of rank ``source``, of ``size`` bytes, on every rank."""
+    if not size:
+        return b""
+    if collectives.rank == source:
+        carried = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(collectives.device)
+    else:
+        carried = torch.empty(size, dtype=torch.uint8, device=collectives.device)
+    collectives.broadcast(carried, source).wait()
+    return carried.cpu().numpy().tobytes()
 
 
 class Answers:
