@@ -171,21 +171,7 @@ class ListenerSuite(LocalPluginSuite):
 
     def _units(self) -> Sequence[UnitSpec]:
         suffixes = ("", "[float32, frozen]")
-        return [
-            UnitSpec(
-                name=f"{name}{suffix}",
-                module_class=nn.Linear,
-                parameter_names=(f"{name}.weight".lstrip("."),),
-                numel=64,
-                shard_numel=32,
-                master_dtype=torch.float32,
-                device=self.device,
-                is_root=not name,
-                suffix=suffix,
-            )
-            for name in ("", "blocks.0")
-            for suffix in suffixes
-        ]
+        return [self._unit(name, 32, suffix=suffix) for name in ("", "blocks.0") for suffix in suffixes]
 
     def _events(self) -> Events:
         """Of a new listener; where its hooks do not fit, the test is skipped."""
