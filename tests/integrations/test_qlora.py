@@ -14,7 +14,7 @@ from parity import on_ranks, threaded, units_of
 from polyshard.errors import ConfigError, ParameterError, ParameterMovedError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import KeptRanks
-from qlora import Block, Net, adamw, adapted, base, base_bytes, bytes_of, loss_of, on_meta, train
+from qlora import Block, Net, adamw, adapted, base, base_bytes, loss_of, on_meta, train
 from torch import nn
 
 with warnings.catch_warnings(action="ignore"):
