@@ -14,7 +14,7 @@ from parity import on_ranks, threaded, units_of
 from polyshard.errors import ConfigError, ParameterError, ParameterMovedError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import KeptRanks
-from qlora import Block, Net, adamw, adapted, base, base_bytes, loss_of, on_meta, train
+from qlora import Block, Net, adamw, adapted, base, base_bytes, bytes_of, loss_of, on_meta, train
 from torch import nn
 
 with warnings.catch_warnings(action="ignore"):
@@ -227,6 +227,64 @@ def test_bytes_in_the_order_of_a_processor_are_refused() -> None:
 
 
 # Trainers
+
+
+def of_trainer(rank: int, folder: str, storage: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    from transformers_runs import curve, launched, make_model, parameters, plain_trainer, sharded_trainer
+
+    where = Path(folder, "base")
+    if rank == 0:
+        make_model("llama").save_pretrained(where)
+    torch.distributed.barrier()
+
+    def quantized() -> Any:
+        return llama(where, bnb_4bit_quant_storage=storage)
+
+    def given() -> Any:
+        torch.manual_seed(1)
+        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(quantized(), settings)
+
+    steps = {"max_steps": 20, "save_strategy": "steps", "save_steps": 20}
+    with launched(rank, 2):
+        trainer = sharded_trainer(given(), f"{folder}/run", "llama", save_frozen=False, **steps)
+        trainer.train()
+        report = polyshard.report(trainer.model)
+        written = sorted(path.name for path in Path(f"{folder}/run/checkpoint-20").iterdir())
+        read = peft.PeftModel.from_pretrained(quantized(), f"{folder}/run/checkpoint-20")
+        found = {
+            "curve": curve(trainer),
+            "packed": report.packed_nbytes,
+            "written": written,
+            "read": parameters(read),
+            "parameters": parameters(trainer.model),
+        }
+    if rank == 0:
+        plain = plain_trainer(given(), f"{folder}/plain", "llama", max_steps=20)
+        plain.train()
+        found |= {"plain": curve(plain), "base": parameters(plain.model)}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["uint8", pytest.param("bfloat16", marks=pytest.mark.nightly)])
+def test_polyshard_trainer_trains_and_saves_adapters(tmp_path: Path, storage: str) -> None:
+    results = RANKS.run(2, of_trainer, str(tmp_path), storage)
+    plain, base_of = results[0]["plain"], results[0]["base"]
+    # Of each of three layers: attention over grouped heads, and the perceptron.
+    packed = 3 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 48) // 2
+    for found in results:
+        assert len(found["curve"]) == 20
+        for mine, theirs in zip(found["curve"], plain, strict=True):
+            assert mine == pytest.approx(theirs, rel=2e-4, abs=2e-4)
+        assert packed / 2 <= found["packed"] <= packed / 2 + 3 * 16
+        assert "adapter_model.safetensors" in found["written"]
+        assert "model.safetensors" not in found["written"]
+        for name, value in found["parameters"].items():
+            assert torch.equal(bytes_of(found["read"][name]), bytes_of(value))
+            if "lora" not in name:
+                assert torch.equal(bytes_of(base_of[name]), bytes_of(value))
 
 
 def of_accelerate(rank: int, folder: str) -> tuple[list[float], list[float]]:

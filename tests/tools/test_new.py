@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -121,6 +122,14 @@ def test_what_was_written_and_what_comes_next_are_printed(here: Path, capsys: py
     assert "pip install --editable './polyshard-by-depth[test]'" in printed
     assert "polyshard plugins check polyshard-by-depth:by_depth" in printed
     assert 'policy = "by_depth"' in printed
+    # What is left to be written is marked.
+    text = (package / "pyproject.toml").read_text()
+    assert re.findall(r"TODO: (\w+)", text) == ["what", "license", "authors", "where"]
+    assert main(["new", "backend", "slate", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    package = here / told["folder"]
+    assert {package / name for name in told["added"]} == {path for path in package.rglob("*") if path.is_file()}
+    assert (told["setting"], told["missing"]) == ('collectives = "slate"', ["license", "authors", "LICENSE"])
 
 
 @pytest.mark.slow
@@ -175,27 +184,10 @@ def test_a_common_licence_is_written_with_its_holder(
     assert "IS" in text
 
 
-def test_what_is_left_to_be_written_is_marked(here: Path) -> None:
-    assert main(["new", "policy", "slate"]) == 0
-    text = (here / "polyshard-slate" / "pyproject.toml").read_text()
-    assert [line.partition("TODO: ")[2].split()[0] for line in text.splitlines() if "TODO" in line] == [
-        "what", "license", "authors", "where",
-    ]  # fmt: skip
-
-
 def test_a_package_that_is_there_has_its_own_author(foreign: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = tree(foreign)
     assert "it has its own" in refusal(capsys, "policy", "veins", "--into", "tools", "--author", "Ada")
     assert tree(foreign) == before
-
-
-def test_a_program_reads_what_was_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["new", "backend", "slate", "--json"]) == 0
-    written = json.loads(capsys.readouterr().out)
-    package = here / written["folder"]
-    assert {package / name for name in written["added"]} == {path for path in package.rglob("*") if path.is_file()}
-    assert written["setting"] == 'collectives = "slate"'
-    assert written["missing"] == ["license", "authors", "LICENSE"]
 
 
 def test_inside_of_a_package_it_gets_one_more(
