@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from polyshard import checkpoint, inspect, registry
+from polyshard import checkpoint, inspect
 from polyshard.api import close, fully_shard, shard
-from polyshard.config import PluginChoice, PluginSpec, ShardConfig, did_you_mean
+from polyshard.config import PluginChoice, ShardConfig, did_you_mean
 from polyshard.errors import AlreadyShardedError, ConfigError, ParameterError, PolyshardError, UnsupportedError
-from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from polyshard.interfaces import WrapPolicy
 from polyshard_trainers import models as trainers
 from polyshard_trainers.config import (
     compute_dtype,
@@ -33,7 +33,6 @@ from polyshard_trainers.config import (
 from polyshard_trainers.models import refuse_wrapped
 from torch import nn
 from torchmetrics import Metric
-from typing_extensions import override
 
 from .checkpoints import is_folder, is_remote
 
@@ -167,7 +166,7 @@ class Strategy:
         if any(map(inspect.is_sharded, module.modules())):
             _compose(module, config, rank, self._initializer, optimizers, calls_children=calls_children)
         else:
-            chosen = replace(config, policy=with_children(config.policy)) if calls_children else config
+            chosen = replace(config, policy=with_children(config.policy, module)) if calls_children else config
             shard(module, chosen, initializer=self._initializer, optimizers=optimizers)
         module.__dict__[_SETTINGS] = config
         self._live.add(module)
@@ -373,29 +372,16 @@ def _compose(
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
-def with_children(choice: PluginChoice) -> PluginChoice:
-    """The policy ``choice``, whose plan also has the children of the outermost module."""
+def with_children(choice: PluginChoice, module: nn.Module) -> PluginChoice:
+    """The policy ``choice``, and the children of ``module``, the outermost, which are units as well."""
     if not isinstance(choice, (str, Mapping, WrapPolicy)) and callable(choice):
         choice = {"name": "custom", "fn": choice}
-    return Children(choice)
+    children = set(_called(module))
 
+    def is_called(module: nn.Module) -> bool:
+        return module in children
 
-@dataclass(frozen=True)
-class Children(WrapPolicy):
-    """Units are the outermost module's children, and what ``inner`` chooses."""
-
-    api_version = 1
-    inner: PluginChoice
-    """A policy as ``ShardConfig.policy`` takes it."""
-
-    @override
-    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
-        spec = PluginSpec.parse(self.inner)
-        name = spec.name if isinstance(spec, PluginSpec) else ""
-        made = PluginContext(name, context.device)
-        policy = registry.construct(registry.resolve(Group.POLICIES, self.inner), made).instance
-        children: dict[nn.Module, dict[str, Any]] = {child: {} for child in _called(root)}
-        return {**children, **policy.plan(root, context)}
+    return {"name": "polyshard:or", "policies": [is_called, choice]}
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
