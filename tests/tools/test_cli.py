@@ -69,13 +69,6 @@ def test_one_group_as_json(capsys: pytest.CaptureFixture[str], group: str) -> No
     assert "a_library_that_is_absent" in bad["error"]
 
 
-def test_an_unknown_group_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plugins", "list", "colectives"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "no plugin group is named 'colectives'. Did you mean 'collectives'?" in captured.err
-
-
 @pytest.mark.usefixtures("acme")
 def test_config_shows_settings_and_where_plugins_come_from(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
