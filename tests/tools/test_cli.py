@@ -15,8 +15,9 @@ import pytest
 from fake_distribution import install
 from polyshard.interfaces import bytes_of
 from polyshard.pipelining import Gathers
-from polyshard_tools import doctor, forecast, scaffold
+from polyshard_tools import forecast, scaffold
 from polyshard_tools.cli import main, parser
+from polyshard_tools.doctor import trial
 from polyshard_tools.forecast import bench
 
 POLICY_SOURCE = """
@@ -228,7 +229,7 @@ def test_help_names_what_there_is() -> None:
     assert tuple(each.value for each in forecast.Order) == parser.ORDERS
     assert tuple(each.value for each in Gathers) == parser.GATHERS
     assert tuple(each.value for each in scaffold.Kind) == parser.KINDS
-    assert parser.LIMIT_S == doctor.LIMIT_S
+    assert parser.LIMIT_S == trial.LIMIT_S
     assert parser.ROUNDS == bench.ROUNDS
     assert tuple(map(bytes_of, parser.SIZES.split(","))) == bench.SIZES
 
