@@ -10,6 +10,7 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +135,6 @@ def test_an_interface_that_is_not_there_is_a_problem(variable: str, value: str, 
         assert "lo, eth0, ib0" in only(section).what
 
 
-def test_a_host_that_others_do_not_find_is_a_hint() -> None:
-    loopback = dataclasses.replace(BARE, host_addresses=("127.0.1.1", "::1"))
-    assert told(checks.links(loopback)) == {"host name": HINT}
-    assert told(checks.links(dataclasses.replace(BARE, host_addresses=()))) == {"host name": HINT}
-    assert told(checks.links(dataclasses.replace(loopback, environ={"GLOO_SOCKET_IFNAME": "eth0"}))) == {}
-
-
 def test_a_lighthouse_that_does_not_answer_is_a_problem() -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -151,11 +145,6 @@ def test_a_lighthouse_that_does_not_answer_is_a_problem() -> None:
             read = read_machine({"TORCHFT_LIGHTHOUSE": address})
             machine = dataclasses.replace(BARE, environ=read.environ, lighthouse=read.lighthouse)
             assert told(checks.links(machine)) == ({} if listens else {"TORCHFT_LIGHTHOUSE": PROBLEM})
-
-
-def test_missing_backends_are_told() -> None:
-    assert told(checks.links(dataclasses.replace(BARE, backends=frozenset()))) == {"torch.distributed": PROBLEM}
-    assert told(checks.links(dataclasses.replace(PAIR, backends=frozenset({"gloo"})))) == {"nccl": PROBLEM}
 
 
 @pytest.mark.parametrize(
@@ -217,20 +206,30 @@ def test_devices_are_told_apart() -> None:
     assert told(checks.devices(dataclasses.replace(PAIR, devices=(H200, old)))) == {"cuda:1": HINT, "devices": HINT}
 
 
+LOOPBACK = dataclasses.replace(BARE, host_addresses=("127.0.1.1", "::1"))
+
+
 @pytest.mark.parametrize(
-    ("machine", "expected"),
+    ("check", "machine", "expected"),
     [
-        (dataclasses.replace(BARE, open_files=1024), {"ulimit -n": HINT}),
-        (dataclasses.replace(BARE, open_files=None), {}),
-        (dataclasses.replace(BARE, shared_memory_nbytes=64 * 2**20), {"/dev/shm": HINT}),
-        (dataclasses.replace(PAIR, shared_memory_nbytes=64 * 2**20), {"/dev/shm": PROBLEM}),
-        (dataclasses.replace(PAIR, shared_memory_nbytes=None), {"/dev/shm": PROBLEM}),
-        (dataclasses.replace(BARE, locked_nbytes=8 * 2**20), {}),
-        (dataclasses.replace(BARE, locked_nbytes=8 * 2**20, infiniband=("mlx5_0",)), {"ulimit -l": HINT}),
+        (checks.limits, dataclasses.replace(BARE, open_files=1024), {"ulimit -n": HINT}),
+        (checks.limits, dataclasses.replace(BARE, open_files=None), {}),
+        (checks.limits, dataclasses.replace(BARE, shared_memory_nbytes=64 * 2**20), {"/dev/shm": HINT}),
+        (checks.limits, dataclasses.replace(PAIR, shared_memory_nbytes=64 * 2**20), {"/dev/shm": PROBLEM}),
+        (checks.limits, dataclasses.replace(PAIR, shared_memory_nbytes=None), {"/dev/shm": PROBLEM}),
+        (checks.limits, dataclasses.replace(BARE, locked_nbytes=8 * 2**20), {}),
+        (checks.limits, dataclasses.replace(BARE, locked_nbytes=8 * 2**20, infiniband=("ib",)), {"ulimit -l": HINT}),
+        (checks.links, dataclasses.replace(BARE, backends=frozenset()), {"torch.distributed": PROBLEM}),
+        (checks.links, dataclasses.replace(PAIR, backends=frozenset({"gloo"})), {"nccl": PROBLEM}),
+        (checks.links, LOOPBACK, {"host name": HINT}),
+        (checks.links, dataclasses.replace(BARE, host_addresses=()), {"host name": HINT}),
+        (checks.links, dataclasses.replace(LOOPBACK, environ={"GLOO_SOCKET_IFNAME": "eth0"}), {}),
     ],
 )
-def test_limits(machine: Machine, expected: dict[str, Level]) -> None:
-    assert told(checks.limits(machine)) == expected
+def test_limits_backends_and_addresses(
+    check: Callable[[Machine], Section], machine: Machine, expected: dict[str, Level]
+) -> None:
+    assert told(check(machine)) == expected
 
 
 @pytest.mark.usefixtures("no_other_plugins")
