@@ -6,17 +6,15 @@ the functions of ``whole`` here turn one into the other.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from polyshard import checkpoint
 from polyshard.checkpoint.manifest import Manifest, Marker
 from polyshard.checkpoint.storage import MARKER
-from polyshard.errors import ConfigError, UnsupportedError
+from polyshard.errors import ConfigError
 from polyshard.inspect import savable_model, saved_parameters
 from polyshard.state import StateForm, StateOptions, set_optimizer_state_dict
 from polyshard.state.sharded import names_by_group
@@ -36,79 +34,6 @@ def is_remote(path: str | Path) -> bool:
 def is_folder(path: str | Path) -> bool:
     """Whether ``path`` is a complete directory of ``polyshard.checkpoint``."""
     return not is_remote(path) and (Path(path) / MARKER).is_file()
-
-
-def save_folder(
-    path: str | Path,
-    step: int,
-    module: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    extra: Mapping[str, Any],
-    *,
-    first: bool,
-    barrier: Callable[[], None],
-) -> None:
-    """Write ``path``, in the place of what it was before, once all is written. Every rank calls it.
-
-    Args:
-        path: The same on every rank, on one file system.
-        step: Number of the optimizer step, not negative.
-        module: The outermost sharded module.
-        optimizers: Over its parameters.
-        extra: Values that ``polyshard.checkpoint`` takes; rank 0's are kept.
-        first: Whether this is rank 0.
-        barrier: Waits for all ranks.
-
-    Raises:
-        UnsupportedError: ``path`` is no path of this host.
-        ConfigError: a directory of something else is there; on every rank.
-        PolyshardError, OSError: as ``polyshard.checkpoint.save``; the directory from before stays.
-    """
-    if is_remote(path):
-        raise UnsupportedError(
-            f"A sharded checkpoint is a directory of a file system that all ranks see, and {path} is none. Give a "
-            "path, or set state_dict_type='full'."
-        )
-    path = Path(path)
-    if path.is_dir() and not path.is_symlink() and not is_folder(path) and any(path.iterdir()):
-        raise ConfigError(
-            f"{path} is a directory, and no checkpoint, where one is to be written. Choose another path, or empty it."
-        )
-    unfinished = path.parent / f".{path.name}.unfinished"
-    if first:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(unfinished, ignore_errors=True)
-    barrier()
-    written = checkpoint.save(unfinished, step, module, list(optimizers) or None, extra=extra)
-    if first:
-        before = path.parent / f".{path.name}.before"
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(before, ignore_errors=True)
-            path.rename(before)
-        else:
-            path.unlink(missing_ok=True)
-        written.rename(path)
-        shutil.rmtree(unfinished)
-        shutil.rmtree(before, ignore_errors=True)
-    barrier()
-
-
-def make_room(path: str | Path, *, first: bool, agreed: Callable[[bool], bool]) -> None:
-    """Remove a checkpoint's directory where a file is to be written. Every rank calls it, with rank 0's ``path``.
-
-    ``first``: whether this is rank 0. ``agreed``: returns rank 0's answer on every rank.
-
-    Raises ConfigError: there is a directory of something else.
-    """
-    if is_remote(path):
-        return
-    path = Path(path)
-    if agreed(path.is_dir() and not is_folder(path)):
-        raise ConfigError(
-            f"{path} is a directory, and no checkpoint, where a file is to be written. Choose another path."
-        )
-    if first and path.is_dir():
-        shutil.rmtree(path)
 
 
 def require_file(path: str | Path) -> None:

@@ -1,13 +1,15 @@
-"""Shared by the strategies for the Trainer and for Fabric: settings, processes, precision, sharding."""
+"""Shared by the strategies for the Trainer and for Fabric: settings, processes, precision, sharding, directories."""
 
 from __future__ import annotations
 
 import atexit
+import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 from weakref import WeakSet
 
@@ -15,11 +17,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from polyshard import inspect, registry
+from polyshard import checkpoint, inspect
 from polyshard.api import close, fully_shard, shard
-from polyshard.config import PluginChoice, PluginSpec, ShardConfig, did_you_mean
+from polyshard.config import PluginChoice, ShardConfig, did_you_mean
 from polyshard.errors import AlreadyShardedError, ConfigError, ParameterError, PolyshardError, UnsupportedError
-from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
+from polyshard.interfaces import WrapPolicy
 from polyshard_trainers import models as trainers
 from polyshard_trainers.config import (
     compute_dtype,
@@ -31,7 +33,8 @@ from polyshard_trainers.config import (
 from polyshard_trainers.models import refuse_wrapped
 from torch import nn
 from torchmetrics import Metric
-from typing_extensions import override
+
+from .checkpoints import is_folder, is_remote
 
 #: Attribute of a module that a strategy sharded: the configuration.
 _SETTINGS = "_polyshard_lightning_settings"
@@ -56,6 +59,9 @@ class Strategy:
     num_nodes: int
     num_processes: int
     world_size: int
+    is_global_zero: bool
+    barrier: Callable[[], None]
+    broadcast: Callable[[Any], Any]
     _checkpoint_io: CheckpointIO | None
 
     #: Where ``state_dict_type`` is None.
@@ -160,20 +166,87 @@ class Strategy:
         if any(map(inspect.is_sharded, module.modules())):
             _compose(module, config, rank, self._initializer, optimizers, calls_children=calls_children)
         else:
-            chosen = replace(config, policy=with_children(config.policy)) if calls_children else config
+            chosen = replace(config, policy=with_children(config.policy, module)) if calls_children else config
             shard(module, chosen, initializer=self._initializer, optimizers=optimizers)
         module.__dict__[_SETTINGS] = config
         self._live.add(module)
 
-    def refuse_for_folders(self, **arguments: object) -> None:
-        """Raise ``UnsupportedError`` where a directory is to be written with what only files know."""
-        given = [name for name, value in arguments.items() if value is not None]
+    # Checkpoints, in what both strategies have alike.
+
+    def save_folder(
+        self,
+        path: str | Path,
+        step: int,
+        module: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        extra: Mapping[str, Any],
+        **of_files: object,
+    ) -> None:
+        """Write ``path``, in the place of what it was before, once all is written. Every rank calls it.
+
+        Args:
+            path: The same on every rank, on one file system.
+            step: Number of the optimizer step, not negative.
+            module: The outermost sharded module.
+            optimizers: Over its parameters.
+            extra: Values that ``polyshard.checkpoint`` takes; rank 0's are kept.
+            of_files: What only files know; refused where it is not None.
+
+        Raises:
+            UnsupportedError: something of files was asked for, or ``path`` is no path of this host.
+            ConfigError: a directory of something else is there; on every rank.
+            PolyshardError, OSError: as ``polyshard.checkpoint.save``; the directory from before stays.
+        """
+        given = [name for name, value in of_files.items() if value is not None]
         given += ["a CheckpointIO"] * (type(self._checkpoint_io) not in (type(None), TorchCheckpointIO))
         if given:
             raise UnsupportedError(
                 f"A sharded checkpoint is a directory that polyshard writes, of all that the model has, without "
                 f"{' and '.join(given)}. Leave that out, or set state_dict_type='full'."
             )
+        if is_remote(path):
+            raise UnsupportedError(
+                f"A sharded checkpoint is a directory of a file system that all ranks see, and {path} is none. Give a "
+                "path, or set state_dict_type='full'."
+            )
+        path = Path(path)
+        if path.is_dir() and not path.is_symlink() and not is_folder(path) and any(path.iterdir()):
+            raise ConfigError(
+                f"{path} is a directory, and no checkpoint, where one is to be written. Choose another path, or empty "
+                "it."
+            )
+        unfinished = path.parent / f".{path.name}.unfinished"
+        if self.is_global_zero:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
+        self.barrier()
+        written = checkpoint.save(unfinished, step, module, list(optimizers) or None, extra=extra)
+        if self.is_global_zero:
+            before = path.parent / f".{path.name}.before"
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(before, ignore_errors=True)
+                path.rename(before)
+            else:
+                path.unlink(missing_ok=True)
+            written.rename(path)
+            shutil.rmtree(unfinished)
+            shutil.rmtree(before, ignore_errors=True)
+        self.barrier()
+
+    def make_room(self, path: str | Path) -> None:
+        """Remove a checkpoint's directory where a file is to be written. Every rank calls it, with rank 0's ``path``.
+
+        Raises ConfigError: there is a directory of something else.
+        """
+        if is_remote(path):
+            return
+        path = Path(path)
+        if self.broadcast(path.is_dir() and not is_folder(path)):
+            raise ConfigError(
+                f"{path} is a directory, and no checkpoint, where a file is to be written. Choose another path."
+            )
+        if self.is_global_zero and path.is_dir():
+            shutil.rmtree(path)
 
 
 @contextmanager
@@ -299,29 +372,16 @@ def _compose(
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
-def with_children(choice: PluginChoice) -> PluginChoice:
-    """The policy ``choice``, whose plan also has the children of the outermost module."""
+def with_children(choice: PluginChoice, module: nn.Module) -> PluginChoice:
+    """The policy ``choice``, and the children of ``module``, the outermost, which are units as well."""
     if not isinstance(choice, (str, Mapping, WrapPolicy)) and callable(choice):
         choice = {"name": "custom", "fn": choice}
-    return Children(choice)
+    children = set(_called(module))
 
+    def is_called(module: nn.Module) -> bool:
+        return module in children
 
-@dataclass(frozen=True)
-class Children(WrapPolicy):
-    """Units are the outermost module's children, and what ``inner`` chooses."""
-
-    api_version = 1
-    inner: PluginChoice
-    """A policy as ``ShardConfig.policy`` takes it."""
-
-    @override
-    def plan(self, root: nn.Module, context: PolicyContext) -> UnitPlan:
-        spec = PluginSpec.parse(self.inner)
-        name = spec.name if isinstance(spec, PluginSpec) else ""
-        made = PluginContext(name, context.device)
-        policy = registry.construct(registry.resolve(Group.POLICIES, self.inner), made).instance
-        children: dict[nn.Module, dict[str, Any]] = {child: {} for child in _called(root)}
-        return {**children, **policy.plan(root, context)}
+    return {"name": "polyshard:or", "policies": [is_called, choice]}
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

@@ -19,18 +19,8 @@ from polyshard_trainers.models import held_by, parameters_of, refuse_strangers, 
 from torch import nn
 from typing_extensions import override
 
+from . import checkpoints
 from ._private import BackwardSyncControl
-from .checkpoints import (
-    has_optimizers,
-    is_folder,
-    load_whole_model_state,
-    load_whole_optimizer_state,
-    make_room,
-    require_file,
-    save_folder,
-    whole_model_state,
-    whole_optimizer_state,
-)
 from .common import Strategy, init_context, is_sharded, with_precision
 
 _PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
@@ -168,10 +158,9 @@ class PolyshardFabricStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
         """
         path = self.broadcast(path)
         if not self._saves_folders:
-            make_room(path, first=self.is_global_zero, agreed=self.broadcast)
+            self.make_room(path)
             super().save_checkpoint(path, self._whole(state), storage_options, filter)
             return
-        self.refuse_for_folders(storage_options=storage_options, filter=filter)
         key, module = _only_module(state, "save")
         optimizers = _optimizers_in(state)
         rest = {
@@ -181,12 +170,12 @@ class PolyshardFabricStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
         }
         extra = {"module": key, "optimizers": list(optimizers), "rest": rest}
         steps = list(optimizers.values())
-        save_folder(path, 0, module, steps, extra, first=self.is_global_zero, barrier=self.barrier)
+        self.save_folder(path, 0, module, steps, extra, storage_options=storage_options, filter=filter)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The whole state of a sharded module, on rank 0; empty on others."""
         inner = _inner(module)
-        return whole_model_state(inner) if is_sharded(inner) else inner.state_dict()
+        return checkpoints.whole_model_state(inner) if is_sharded(inner) else inner.state_dict()
 
     def load_checkpoint(
         self,
@@ -205,9 +194,9 @@ class PolyshardFabricStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
             StateError: the directory is damaged.
         """
         path = self.broadcast(path)
-        if is_folder(path):
+        if checkpoints.is_folder(path):
             return self._load_folder(path, state, strict)
-        require_file(path)
+        checkpoints.require_file(path)
         if isinstance(state, torch.optim.Optimizer):
             saved = super().load_checkpoint(path, None, strict, weights_only)
             _WholeOptimizer(self._module_of(state), state).load_state_dict(saved)
@@ -233,7 +222,7 @@ class PolyshardFabricStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
             )
         module = _inner(state[key])
         optimizers = _optimizers_in(state)
-        if optimizers and not has_optimizers(path):
+        if optimizers and not checkpoints.has_optimizers(path):
             raise ConfigError(
                 f"The checkpoint {path} has no optimizer, and {', '.join(map(repr, optimizers))} is to be loaded. Load "
                 "the model alone."
@@ -241,15 +230,22 @@ class PolyshardFabricStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
         extra = checkpoint.load(Path(path), module, list(optimizers.values()) or None)
         rest = dict(extra["rest"])
         others = [name for name in state if name != key and name not in optimizers]
-        _require_keys(path, others, rest, strict)
-        for name in others:
-            if name in rest:
-                _take(state, name, rest.pop(name))
+        missing = [name for name in others if name not in rest]
+        if strict and missing:
+            raise ConfigError(
+                f"The checkpoint {path} has no {', '.join(map(repr, missing))}. Leave it out of the state, or load "
+                "with strict=False."
+            )
+        for name in (name for name in others if name in rest):
+            if _is_stateful(state[name]):
+                state[name].load_state_dict(rest.pop(name))
+            else:
+                state[name] = rest.pop(name)
         return rest
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Let each rank take its part of whole tensors. Raises ConfigError: they are another model's."""
-        load_whole_model_state(_inner(module), state_dict, strict=strict)
+        checkpoints.load_whole_model_state(_inner(module), state_dict, strict=strict)
 
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """``state`` with optimizers that save and load as those of unsharded models."""
@@ -275,10 +271,10 @@ class _WholeOptimizer:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        return whole_optimizer_state(self._module, self._optimizer)
+        return checkpoints.whole_optimizer_state(self._module, self._optimizer)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        load_whole_optimizer_state(self._module, self._optimizer, state)
+        checkpoints.load_whole_optimizer_state(self._module, self._optimizer, state)
 
 
 def _optimizers_in(state: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
@@ -306,19 +302,3 @@ def _only_module(state: Mapping[str, Any], call: str) -> tuple[str, nn.Module]:
 
 def _is_stateful(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
-def _take(state: dict[str, Any], name: str, saved: Any) -> None:
-    if _is_stateful(state[name]):
-        state[name].load_state_dict(saved)
-    else:
-        state[name] = saved
-
-
-def _require_keys(path: str | Path, wanted: Any, saved: Mapping[str, Any], strict: bool) -> None:
-    missing = [name for name in wanted if name not in saved]
-    if strict and missing:
-        raise ConfigError(
-            f"The checkpoint {path} has no {', '.join(map(repr, missing))}. Leave it out of the state, or load with "
-            "strict=False."
-        )

@@ -24,17 +24,7 @@ from polyshard.preemption import Preemption, random_states, restore_random_state
 from polyshard_trainers.models import plain_optimizer, refuse_strangers
 from torch import nn
 
-from .checkpoints import (
-    has_optimizers,
-    is_folder,
-    load_whole_model_state,
-    load_whole_optimizer_state,
-    make_room,
-    require_file,
-    save_folder,
-    whole_model_state,
-    whole_optimizer_state,
-)
+from . import checkpoints
 from .common import Strategy, init_context, is_sharded, refuse_module, with_precision
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -170,13 +160,13 @@ class PolyshardStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
             return state
         if self._saves_folders:
             return _InFolder()
-        return whole_model_state(module)
+        return checkpoints.whole_model_state(module)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of the unsharded model's optimizer on rank 0, nothing on others."""
         if self._saves_folders:
             return _InFolder()
-        return whole_optimizer_state(self.lightning_module, plain_optimizer(optimizer))
+        return checkpoints.whole_optimizer_state(self.lightning_module, plain_optimizer(optimizer))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -193,10 +183,9 @@ class PolyshardStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
         if saves_optimizers:
             checkpoint[_OWN] = {"random_states": random_states(self.lightning_module)}
         if not self._saves_folders:
-            make_room(path, first=self.is_global_zero, agreed=self.broadcast)
+            self.make_room(path)
             DDPStrategy.save_checkpoint(self, checkpoint, path, storage_options)
             return
-        self.refuse_for_folders(storage_options=storage_options)
         state = checkpoint.pop("state_dict")
         optimizer_states = checkpoint.pop("optimizer_states", [])
         if not isinstance(state, _InFolder) or state or any(optimizer_states):
@@ -204,15 +193,8 @@ class PolyshardStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
                 "on_save_checkpoint changed state_dict or optimizer_states of a sharded checkpoint, whose tensors are "
                 "not in there. Set state_dict_type='full' to change them."
             )
-        save_folder(
-            path,
-            checkpoint.get("global_step", 0),
-            self.lightning_module,
-            self.optimizers if saves_optimizers else (),
-            checkpoint,
-            first=self.is_global_zero,
-            barrier=self.barrier,
-        )
+        step, optimizers = checkpoint.get("global_step", 0), self.optimizers if saves_optimizers else ()
+        self.save_folder(path, step, self.lightning_module, optimizers, checkpoint, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """The saved checkpoint; tensors of a directory go into module and optimizers at once.
@@ -223,15 +205,15 @@ class PolyshardStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
         """
         path = self.broadcast(checkpoint_path)
         fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        if is_folder(path):
-            loads_optimizers = fits and has_optimizers(path)
+        if checkpoints.is_folder(path):
+            loads_optimizers = fits and checkpoints.has_optimizers(path)
             optimizers = self.optimizers if loads_optimizers else ()
             extra = load(Path(path), self.lightning_module, list(optimizers) or None)
             checkpoint = {**extra, "state_dict": _InFolder()}
             if loads_optimizers:
                 checkpoint["optimizer_states"] = _InFolder()
         else:
-            require_file(path)
+            checkpoints.require_file(path)
             checkpoint = dict(DDPStrategy.load_checkpoint(self, path, weights_only))
         own = checkpoint.pop(_OWN, None)
         if own is not None and fits:
@@ -244,7 +226,7 @@ class PolyshardStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
         """Let each rank take its part of a file's whole tensors. Raises ConfigError: they are another model's."""
         state = checkpoint["state_dict"]
         if not isinstance(state, _InFolder):
-            load_whole_model_state(self.lightning_module, state, strict=strict)
+            checkpoints.load_whole_model_state(self.lightning_module, state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As ``load_model_state_dict``, of optimizers. Raises ConfigError: they are other optimizers."""
@@ -257,7 +239,7 @@ class PolyshardStrategy(Strategy, DDPStrategy):  # type: ignore[misc]
                 f"(rank {self.global_rank}). Make them as they were when it was saved."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            load_whole_optimizer_state(self.lightning_module, optimizer, state)
+            checkpoints.load_whole_optimizer_state(self.lightning_module, optimizer, state)
 
 
 def _refuse_copies(callbacks: list[Callback]) -> None:

@@ -48,15 +48,6 @@ class Phase(enum.Enum):
     CLOSED = "behind its end"
 
 
-class Verdict(enum.Enum):
-    """What became of the last step."""
-
-    UNKNOWN = "unknown"
-    """There was none."""
-    COUNTS = "counts"
-    VOID = "void"
-
-
 @dataclass(frozen=True, slots=True)
 class Quorum:
     """Who takes part in a step. Equal on all ranks of a job."""
@@ -83,7 +74,8 @@ class Link:
         self._settings = settings
         self._job = job
         self._phase = Phase.APART
-        self._verdict = Verdict.UNKNOWN
+        #: Whether the last step counted; before the first one did not.
+        self._counted = False
         self._manager: Manager | None = None
         self._wire: Wire | None = None
         self._store: Any = None
@@ -170,7 +162,7 @@ class Link:
         manager = self._require_manager("step")
         if self._phase is not Phase.BETWEEN:
             raise StateError(f"Elastic.step() was called {self._phase.value} (rank {self._job.rank}).")
-        if self._verdict is not Verdict.COUNTS:
+        if not self._counted:
             self._require_equally_far(manager)
         self._ask(manager)
         self._lost = manager.errored() is not None
@@ -191,7 +183,7 @@ class Link:
         if self._lost or self._quorum.size == 1:
             return
         # Of the last step, where it counts: a job that lost it may have averaged less.
-        means = (self._means, -self._means) if self._verdict is Verdict.COUNTS else (-_MOST, -_MOST)
+        means = (self._means, -self._means) if self._counted else (-_MOST, -_MOST)
         told = [*means, self.lineage, -self.lineage]
         self._told = torch.tensor(told, dtype=torch.int64, device=self._job.device)
         self._meeting = self._issue(self._told, dist.ReduceOp.MAX)
@@ -249,8 +241,7 @@ class Link:
                 f"Ranks of this job could not say whether step {self._quorum.steps + 1} counts (rank "
                 f"{self._job.rank}): {error}. Look at the other ranks of the job."
             ) from error
-        self._phase = Phase.BETWEEN
-        self._verdict = Verdict.COUNTS if counts else Verdict.VOID
+        self._phase, self._counted = Phase.BETWEEN, counts
         if counts:
             self.lineage = (self.lineage * 31 + self._require_wire().quorum + 1) % _MOST
         return counts
@@ -307,7 +298,7 @@ class Link:
         """Give the step up: this rank's program raised."""
         if self._phase is Phase.STEP:
             self.lose(RuntimeError("the program raised"))
-            self._phase, self._verdict = Phase.BETWEEN, Verdict.VOID
+            self._phase, self._counted = Phase.BETWEEN, False
 
     def give_up(self) -> None:
         """Begin no further step: the optimizer may have failed in one that counts, and other jobs have made it."""

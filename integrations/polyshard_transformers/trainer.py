@@ -35,18 +35,10 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 from typing_extensions import override
 
+from . import refusals
 from ._private import refuse_other_trainers
 from .checkpoints import SCHEDULER, STATE, require_state, write_whole
 from .models import initializer_of, register_generate
-from .refusals import (
-    refuse_arguments,
-    refuse_dropped_layers,
-    refuse_model,
-    refuse_optimizer,
-    refuse_other_precision,
-    refuse_whole_optimizers,
-    with_precision,
-)
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -80,23 +72,25 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
         for each in (*args, *kwargs.values()):
             if isinstance(each, transformers.TrainingArguments):
                 # Trainers may wrap the model before they come to this class.
-                refuse_arguments(each)
+                refusals.refuse_arguments(each)
         self.shard_config = shard
         self._save_frozen = save_frozen
         self._prepared: nn.Module | None = None
         super().__init__(*args, **kwargs)
         if self.model is not self._prepared:
-            refuse_model(self.model, shard, self.args.process_index)
+            refusals.refuse_model(self.model, shard, self.args.process_index)
         if is_sharded(self.model):
-            refuse_other_precision(self.model, self.args.mixed_precision)
-        refuse_optimizer(self.optimizer, self.model, self.args.process_index, whole=self._keeps_whole())
+            refusals.refuse_other_precision(self.model, self.args.mixed_precision)
+        refusals.refuse_optimizer(self.optimizer, self.model, self.args.process_index, whole=self._keeps_whole())
         if not self._keeps_whole():
-            refuse_whole_optimizers(self.args.optim)
+            refusals.refuse_whole_optimizers(self.args.optim)
 
     def create_accelerator_and_postprocess(self) -> None:
-        refuse_arguments(self.args)
+        refusals.refuse_arguments(self.args)
         refuse_engines(os.environ, "PolyshardTrainer")
-        config = with_precision(self.shard_config or ShardConfig(policy="transformers"), self.args.mixed_precision)
+        config = refusals.with_precision(
+            self.shard_config or ShardConfig(policy="transformers"), self.args.mixed_precision
+        )
         refuse_other_ranks(config, "Trainer", self.args.world_size)
         config = with_ranks(on_device(config, self.args.device, "Trainer", self.args.process_index))
         super().create_accelerator_and_postprocess()
@@ -160,7 +154,7 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
         """Shard ``self.model``, unless it was prepared already. ``training``: whether that is next."""
         model = self.model
         if training:
-            refuse_dropped_layers(model)
+            refusals.refuse_dropped_layers(model)
         if model is self._prepared:
             return
         if self._prepared is not None:
@@ -168,7 +162,7 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
             close(self._prepared)
             self._prepared = None
         if not is_sharded(model):
-            refuse_model(model, self.shard_config, self.args.process_index)
+            refusals.refuse_model(model, self.shard_config, self.args.process_index)
             with self._seeded_alike(model):
                 made_before = [] if self.optimizer is None else [plain_optimizer(self.optimizer)]
                 shard(
@@ -186,7 +180,7 @@ class PolyshardMixin(_Trainer):  # type: ignore[misc]
         if model is not getattr(self, "ref_model", None):
             return
         if not is_sharded(model):
-            refuse_model(model, None, self.args.process_index)
+            refusals.refuse_model(model, None, self.args.process_index)
             shard(model, self.accelerator.shard_config)
 
     @contextmanager

@@ -103,122 +103,6 @@ class _Run:
         return values
 
 
-class ListenerSuite(LocalPluginSuite):
-    """Subclass it, name the class ``Test…``, and override ``make``; override ``device`` to test on another one.
-
-    The rules of ``polyshard.hookspecs`` and ``polyshard.interfaces.Observer``, over every kind of step of a small model
-    on one pretended rank of two. Where the listener's hooks or observers do not fit, one test says so, and the tests
-    that need them are skipped.
-    """
-
-    group = Group.PLUGINS
-
-    @override
-    def make(self) -> object:
-        """A newly constructed listener."""
-        raise NotImplementedError(f"{type(self).__name__} must override make()")
-
-    def test_hooks_exist_and_take_their_arguments(self) -> None:
-        listener = self.make()
-        try:
-            Events([("listener", listener)])
-        except PolyshardError as error:
-            pytest.fail(str(error))
-        for name in _HOOKS:
-            method = getattr(listener, name, None)
-            marked = hasattr(method, f"{hookspecs.PROJECT_NAME}_impl")
-            assert method is None or marked, f"{name} is the name of a hook: mark it with polyshard.hookimpl"
-
-    def test_observers_take_an_event(self) -> None:
-        events = self._events()
-        for unit in self._units():
-            try:
-                observers = events.observers(unit)
-            except PolyshardError as error:
-                pytest.fail(str(error))
-            for observer in observers:
-                _check_signature(observer, unit)
-
-    def test_training_gives_the_same_numbers_as_without_it(self) -> None:
-        self._same_numbers(_train)
-
-    def test_a_forward_without_a_backward(self) -> None:
-        self._same_numbers(_evaluate)
-
-    def test_a_step_after_one_that_failed(self) -> None:
-        self._same_numbers(_fail)
-
-    def test_activations_that_are_computed_again(self) -> None:
-        self._same_numbers(_recompute)
-
-    def test_units_that_are_frozen(self) -> None:
-        self._same_numbers(_freeze)
-
-    def test_two_models_at_once(self) -> None:
-        self._same_numbers(_train_two)
-
-    def test_saving_and_loading(self) -> None:
-        self._same_numbers(_save_and_load)
-
-    def test_the_model_is_left_as_it_was(self) -> None:
-        assert not (changes := self._watched().changes), changes[0]
-
-    def test_no_collective_is_issued(self) -> None:
-        assert not (collectives := self._watched().collectives), ", ".join(collectives)
-
-    def test_nothing_in_a_step_waits_for_the_device(self) -> None:
-        assert not (waits := self._watched().waits), ", ".join(waits)
-
-    def _units(self) -> Sequence[UnitSpec]:
-        suffixes = ("", "[float32, frozen]")
-        return [
-            UnitSpec(
-                name=f"{name}{suffix}",
-                module_class=nn.Linear,
-                parameter_names=(f"{name}.weight".lstrip("."),),
-                numel=64,
-                shard_numel=32,
-                master_dtype=torch.float32,
-                device=self.device,
-                is_root=not name,
-                suffix=suffix,
-            )
-            for name in ("", "blocks.0")
-            for suffix in suffixes
-        ]
-
-    def _events(self) -> Events:
-        """Of a new listener; where its hooks do not fit, the test is skipped."""
-        try:
-            return Events([("listener", self.make())])
-        except PolyshardError as error:
-            pytest.skip(f"its hooks do not fit: {error}")
-
-    def _listener(self) -> object:
-        """A new one; where its hooks or observers do not fit, the test is skipped."""
-        listener = self.make()
-        try:
-            events = Events([("listener", listener)])
-            for observer in events.observers(self._units()[0]):
-                _check_signature(observer, self._units()[0])
-        except (PolyshardError, AssertionError) as error:
-            pytest.skip(f"its hooks or observers do not fit: {error}")
-        return self.make()
-
-    def _same_numbers(self, use: _Use) -> None:
-        with_it = _results(use, self._listener, self.device)
-        assert _equal(with_it, _without(use, self.device)), "parameters differ from those without the listener"
-
-    def _watched(self) -> Watched:
-        """A listener that was watched while a model was sharded and over a step."""
-        watched = Watched(self._listener(), self.device)
-        with watched.watching(), _seeds(self.device):
-            run = _Run(watched, self.device)
-            run.step()
-            run.end()
-        return watched
-
-
 #: Begins a run: a sharded model with a listener of its own, or without one.
 _Start = Callable[..., _Run]
 _Use = Callable[[_Start], None]
@@ -285,6 +169,101 @@ def _save_and_load(start: _Start) -> None:
         loaded = start()
         checkpoints.load(directory, loaded.model, loaded.optimizer)
     loaded.step()
+
+
+def _same_numbers(use: _Use) -> Callable[[ListenerSuite], None]:
+    """A test that ``use`` comes to the same parameters with a listener as without."""
+
+    def test(self: ListenerSuite) -> None:
+        with_it = _results(use, self._listener, self.device)
+        assert _equal(with_it, _without(use, self.device)), "parameters differ from those without the listener"
+
+    return test
+
+
+class ListenerSuite(LocalPluginSuite):
+    """Subclass it, name the class ``Test…``, and override ``make``; override ``device`` to test on another one.
+
+    The rules of ``polyshard.hookspecs`` and ``polyshard.interfaces.Observer``, over every kind of step of a small model
+    on one pretended rank of two. Where the listener's hooks or observers do not fit, one test says so, and the tests
+    that need them are skipped.
+    """
+
+    group = Group.PLUGINS
+
+    @override
+    def make(self) -> object:
+        """A newly constructed listener."""
+        raise NotImplementedError(f"{type(self).__name__} must override make()")
+
+    def test_hooks_exist_and_take_their_arguments(self) -> None:
+        listener = self.make()
+        try:
+            Events([("listener", listener)])
+        except PolyshardError as error:
+            pytest.fail(str(error))
+        for name in _HOOKS:
+            method = getattr(listener, name, None)
+            marked = hasattr(method, f"{hookspecs.PROJECT_NAME}_impl")
+            assert method is None or marked, f"{name} is the name of a hook: mark it with polyshard.hookimpl"
+
+    def test_observers_take_an_event(self) -> None:
+        events = self._events()
+        for unit in self._units():
+            try:
+                observers = events.observers(unit)
+            except PolyshardError as error:
+                pytest.fail(str(error))
+            for observer in observers:
+                _check_signature(observer, unit)
+
+    test_training_gives_the_same_numbers_as_without_it = _same_numbers(_train)
+    test_a_forward_without_a_backward = _same_numbers(_evaluate)
+    test_a_step_after_one_that_failed = _same_numbers(_fail)
+    test_activations_that_are_computed_again = _same_numbers(_recompute)
+    test_units_that_are_frozen = _same_numbers(_freeze)
+    test_two_models_at_once = _same_numbers(_train_two)
+    test_saving_and_loading = _same_numbers(_save_and_load)
+
+    def test_the_model_is_left_as_it_was(self) -> None:
+        assert not (changes := self._watched().changes), changes[0]
+
+    def test_no_collective_is_issued(self) -> None:
+        assert not (collectives := self._watched().collectives), ", ".join(collectives)
+
+    def test_nothing_in_a_step_waits_for_the_device(self) -> None:
+        assert not (waits := self._watched().waits), ", ".join(waits)
+
+    def _units(self) -> Sequence[UnitSpec]:
+        suffixes = ("", "[float32, frozen]")
+        return [self._unit(name, 32, suffix=suffix) for name in ("", "blocks.0") for suffix in suffixes]
+
+    def _events(self) -> Events:
+        """Of a new listener; where its hooks do not fit, the test is skipped."""
+        try:
+            return Events([("listener", self.make())])
+        except PolyshardError as error:
+            pytest.skip(f"its hooks do not fit: {error}")
+
+    def _listener(self) -> object:
+        """A new one; where its hooks or observers do not fit, the test is skipped."""
+        listener = self.make()
+        try:
+            events = Events([("listener", listener)])
+            for observer in events.observers(self._units()[0]):
+                _check_signature(observer, self._units()[0])
+        except (PolyshardError, AssertionError) as error:
+            pytest.skip(f"its hooks or observers do not fit: {error}")
+        return self.make()
+
+    def _watched(self) -> Watched:
+        """A listener that was watched while a model was sharded and over a step."""
+        watched = Watched(self._listener(), self.device)
+        with watched.watching(), _seeds(self.device):
+            run = _Run(watched, self.device)
+            run.step()
+            run.end()
+        return watched
 
 
 def _results(use: _Use, make: Callable[[], object | None], device: torch.device) -> list[Values]:

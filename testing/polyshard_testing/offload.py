@@ -51,17 +51,7 @@ class OffloadSuite(LocalPluginSuite):
         suffix: str = "",
     ) -> UnitSpec:
         """A unit of its own ``name``, which ends in ``suffix``, with shards of ``shard_numel`` elements."""
-        return UnitSpec(
-            name=f"{name}{suffix}",
-            module_class=torch.nn.Linear,
-            parameter_names=(f"{name}.weight",),
-            numel=2 * shard_numel,
-            shard_numel=shard_numel,
-            master_dtype=master_dtype,
-            device=self.device,
-            is_root=False,
-            suffix=suffix,
-        )
+        return self._unit(name, shard_numel, master_dtype, suffix=suffix)
 
     def test_offloaded_units_are_some_of_those_given(self) -> None:
         units = tuple(self.unit(6, name=name) for name in ("blocks.0", "blocks.1", "blocks.2"))

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from polyshard import registry
-from polyshard.interfaces import CURRENT_API, OLDEST_API, Group, PluginContext
+from polyshard.interfaces import CURRENT_API, OLDEST_API, Group, PluginContext, UnitSpec
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
@@ -58,6 +58,27 @@ class PluginSuite:
         """The object that the entry point names: the plugin's class. Override it where it is a function."""
         made: type = type(self.make())
         return made
+
+    def _unit(
+        self,
+        name: str,
+        shard_numel: int,
+        master_dtype: torch.dtype = torch.float32,
+        module_class: type[nn.Module] = nn.Linear,
+        suffix: str = "",
+    ) -> UnitSpec:
+        """Of two ranks; the root's ``name`` is empty, and ``suffix`` ends that of the unit."""
+        return UnitSpec(
+            name=f"{name}{suffix}",
+            module_class=module_class,
+            parameter_names=(f"{name}.weight".lstrip("."),),
+            numel=2 * shard_numel,
+            shard_numel=shard_numel,
+            master_dtype=master_dtype,
+            device=self.device,
+            is_root=not name,
+            suffix=suffix,
+        )
 
     def test_api_version_stands_in_the_class_itself_and_is_served(self) -> None:
         factory = self.factory()

@@ -66,26 +66,12 @@ class PrecisionSuite(LocalPluginSuite):
     def units(self) -> Sequence[UnitSpec]:
         """The units that the precision plugin is asked about."""
         small = [
-            self._unit(name, module_class, master_dtype, _SHARDS[(index + place) % len(_SHARDS)])
+            self._unit(name, _SHARDS[(index + place) % len(_SHARDS)], master_dtype, module_class)
             for index, (name, module_class) in enumerate(zip(("", "layers.0", "norm"), _MODULES, strict=True))
             for place, master_dtype in enumerate(_FLOATS)
         ]
         # A precision plugin may leave small units alone.
-        return [*small, self._unit("layers.2", torch.nn.Linear, torch.float32, _LARGE_SHARD)]
-
-    def _unit(
-        self, name: str, module_class: type[torch.nn.Module], master_dtype: torch.dtype, shard_numel: int
-    ) -> UnitSpec:
-        return UnitSpec(
-            name=name,
-            module_class=module_class,
-            parameter_names=(f"{name}.weight".lstrip("."),),
-            numel=2 * shard_numel,
-            shard_numel=shard_numel,
-            master_dtype=master_dtype,
-            device=self.device,
-            is_root=not name,
-        )
+        return [*small, self._unit("layers.2", _LARGE_SHARD)]
 
     def test_capabilities_are_real_bools_that_do_not_change(self) -> None:
         caster = self.make()
@@ -239,7 +225,7 @@ class PrecisionSuite(LocalPluginSuite):
         # A unit whose parameters have no element is gathered like any other.
         caster = self._prepared(2)
         for dtype in _FLOATS:
-            unit = self._unit("layers.1", torch.nn.Linear, dtype, 0)
+            unit = self._unit("layers.1", 0, dtype)
             spec = caster.wire(unit)
             if spec is not None:
                 assert spec.nbytes_per_rank > 0, _about(unit)
@@ -333,7 +319,7 @@ class PrecisionSuite(LocalPluginSuite):
 
     def _formed(self, ranks: int) -> Iterator[_FormedGather]:
         """The weights of a buffer, of a precision plugin that lets linear layers compute with bytes."""
-        caster, unit = self.make(), self._unit("layers.0", torch.nn.Linear, torch.float32, _FORMED_SHARDS[ranks])
+        caster, unit = self.make(), self._unit("layers.0", _FORMED_SHARDS[ranks])
         layers = [torch.nn.Linear(columns, rows, device=self.device) for rows, columns in _WEIGHTS]
         if all(caster.forms(unit, layer, f"layers.0.{index}") for index, layer in enumerate(layers)):
             yield _FormedGather(caster, caster.dtypes(unit).compute, ranks, self.device)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import polyshard
 import polyshard.checkpoint
@@ -51,20 +51,12 @@ def part(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-class Ended(NamedTuple):
-    """How a run of the script ended."""
-
-    returncode: int
-    stdout: str
-    """What its ranks wrote, errors last."""
-
-
-def start(arguments: Sequence[str], *, ranks: int = 2, **variables: str) -> Ended:
-    """Run the script on ``ranks`` CPU processes, or on one without a launcher where that is 0."""
+def start(arguments: Sequence[str], *, ranks: int = 2, **variables: str) -> tuple[int, str]:
+    """The code and the words of the script on ``ranks`` CPU processes, or on one without a launcher where that is 0."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("POLYSHARD_")}
     environ = {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
     done = run_script(ranks, EXAMPLE / "train.py", ["--config", str(CONFIG), *arguments], environ, LIMIT)
-    return Ended(next((code for code in done.codes if code), 0), done.output + done.errors)
+    return next((code for code in done.codes if code), 0), done.output + done.errors
 
 
 def changes(*settings: str) -> list[str]:
@@ -188,26 +180,26 @@ def test_a_wrong_setting_is_named(override: str, words: str) -> None:
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     tiny = [*changes(*TINY), "--steps", "6"]
-    uninterrupted = start([*tiny, "--output", str(whole)])
-    assert uninterrupted.returncode == 0, uninterrupted.stdout
-    stopped = start([*tiny, "--output", str(parted), "--stop-after", "3"])
-    assert stopped.returncode == 0, stopped.stdout
+    code, uninterrupted = start([*tiny, "--output", str(whole)])
+    assert code == 0, uninterrupted
+    code, stopped = start([*tiny, "--output", str(parted), "--stop-after", "3"])
+    assert code == 0, stopped
     assert len(history(parted / "run-001")["train"]) == 3
-    resumed = start([*tiny, "--output", str(parted), "--resume"])
-    assert resumed.returncode == 0, resumed.stdout
+    code, resumed = start([*tiny, "--output", str(parted), "--resume"])
+    assert code == 0, resumed
 
     expected, found = history(whole / "run-001"), history(parted / "run-001")
     assert len(expected["train"]) == 6
     assert found == expected
     assert [step for step, _ in expected["held_out"]] == [0, 3, 6]
     # What the model writes depends on every parameter, the last update's as well.
-    assert resumed.stdout.split("the model writes:")[1] == uninterrupted.stdout.split("the model writes:")[1]
+    assert resumed.split("the model writes:")[1] == uninterrupted.split("the model writes:")[1]
 
     run = whole / "run-001"
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-00000003", "step-00000006"]
-    assert "tokens/s" in uninterrupted.stdout
-    assert "7 units on 2 rank(s)" in uninterrupted.stdout
+    assert "tokens/s" in uninterrupted
+    assert "7 units on 2 rank(s)" in uninterrupted
 
 
 def test_one_flag_begins_and_goes_on_and_a_restart_goes_on_without_it(tmp_path: Path) -> None:
@@ -252,31 +244,30 @@ def test_a_launch_is_what_torchrun_says(variables: dict[str, str], job: str, res
     assert launch.from_environment(variables) == launch(job, restarts)
 
 
+def pretended() -> tuple[Any, Any]:
+    """A run's settings and its training, on one rank of 1024 that are pretended."""
+    loaded = part("settings").load_settings(CONFIG, [*TINY, "shard.collectives=fake"], environ={})
+    text = torch.zeros(100, dtype=torch.uint8)
+    alone = part("ranks").Ranks(0, 1024, torch.device("cpu"), communicates=False)
+    return loaded.run, part("training").Training(loaded, alone, part("data").Corpus(text, text, "one"))
+
+
 @pytest.mark.parametrize("ranks_before", [0, 3], ids=["none were saved", "of three ranks"])
 def test_random_numbers_that_cannot_go_on_are_told(tmp_path: Path, ranks_before: int) -> None:
-    checkpointing, settings, ranks = part("checkpointing"), part("settings"), part("ranks")
-    loaded = settings.load_settings(CONFIG, [*TINY, "shard.collectives=fake"], environ={})
-    text = torch.zeros(100, dtype=torch.uint8)
-    alone = ranks.Ranks(0, 1024, torch.device("cpu"), communicates=False)
-    training = part("training").Training(loaded, alone, part("data").Corpus(text, text, "one"))
+    checkpointing, (run, training) = part("checkpointing"), pretended()
     states = polyshard.random_states(training.model) * ranks_before
-    extra = {"step": 1, "run": asdict(loaded.run), "digest": "one", "history": training.history.as_table()}
+    extra = {"step": 1, "run": asdict(run), "digest": "one", "history": training.history.as_table()}
     extra |= {"random": states} if ranks_before else {}
     directory = polyshard.checkpoint.save(tmp_path, 1, training.model, training.optimizer, extra=extra)
     drawn = torch.get_rng_state()
-    found = checkpointing.load_checkpoint(directory, training.model, training.optimizer, run=loaded.run, digest="one")
+    found = checkpointing.load_checkpoint(directory, training.model, training.optimizer, run=run, digest="one")
     assert (found.step, found.draws_on) == (1, False)
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
 @pytest.mark.slow
 def test_resuming_with_another_rate_or_another_text_is_refused(tmp_path: Path) -> None:
-    checkpointing, settings, ranks = part("checkpointing"), part("settings"), part("ranks")
-    loaded = settings.load_settings(CONFIG, [*TINY, "shard.collectives=fake"], environ={})
-    run = loaded.run
-    text = torch.zeros(100, dtype=torch.uint8)
-    corpus = part("data").Corpus(text, text, "one")
-    training = part("training").Training(loaded, ranks.Ranks(0, 1024, torch.device("cpu"), communicates=False), corpus)
+    checkpointing, (run, training) = part("checkpointing"), pretended()
     training.step(0)
     model, optimizer, history = training.model, training.optimizer, training.history
     folder = checkpointing.run_folder(tmp_path, checkpointing.Launch("a", 0), resume=False)
@@ -296,32 +287,23 @@ def test_resuming_with_another_rate_or_another_text_is_refused(tmp_path: Path) -
 
 @pytest.mark.nightly
 def test_verify_passes_on_three_ranks_and_prints_what_it_measured() -> None:
-    done = start(
-        [
-            "--verify",
-            "--dtype",
-            "fp64",
-            "--offload",
-            "cpu",
-            *changes("run.width=16", "run.context=16", "run.layers=2", "run.batch=6"),
-        ],
-        ranks=3,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "20 AdamW steps on 3 rank(s), fp64 parameters" in done.stdout
-    assert "PASS" in done.stdout
-    apart = next(line for line in done.stdout.splitlines() if "difference in parameters" in line)
+    small = changes("run.width=16", "run.context=16", "run.layers=2", "run.batch=6")
+    code, said = start(["--verify", "--dtype", "fp64", "--offload", "cpu", *small], ranks=3)
+    assert code == 0, said
+    assert "20 AdamW steps on 3 rank(s), fp64 parameters" in said
+    assert "PASS" in said
+    apart = next(line for line in said.splitlines() if "difference in parameters" in line)
     assert float(apart.split()[4]) <= 1e-10
 
 
 @pytest.mark.slow
 def test_one_pretended_rank_of_1024_says_what_memory_it_needs() -> None:
-    done = start([], ranks=0, POLYSHARD_COLLECTIVES="fake")
-    assert done.returncode == 0, done.stdout
-    assert "memory of rank 0 of 1,024" in done.stdout
+    code, said = start([], ranks=0, POLYSHARD_COLLECTIVES="fake")
+    assert code == 0, said
+    assert "memory of rank 0 of 1,024" in said
     rows = {
         line.split("│")[1].strip(): int(line.split("│")[2].replace(",", ""))
-        for line in done.stdout.splitlines()
+        for line in said.splitlines()
         if line.count("│") == 4
     }
     settings, model = part("settings"), part("model")
@@ -336,7 +318,7 @@ def test_one_pretended_rank_of_1024_says_what_memory_it_needs() -> None:
 
 @pytest.mark.slow
 def test_without_torchrun_the_script_says_how_to_launch_it() -> None:
-    done = start([], ranks=0, RANK="")
-    assert done.returncode == 2
-    assert "torchrun --standalone --nproc-per-node 2" in done.stdout
-    assert "Traceback" not in done.stdout
+    code, said = start([], ranks=0, RANK="")
+    assert code == 2
+    assert "torchrun --standalone --nproc-per-node 2" in said
+    assert "Traceback" not in said

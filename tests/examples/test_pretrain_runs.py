@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from checkpoints import tensors_in
+from plain_pretraining import plain_run
 from processes import Finished, importing_from, run_script
 from safetensors.torch import load_file
 
@@ -108,48 +109,15 @@ def stopped(whole: Run, name: str) -> Path:
 
 @pytest.mark.usefixtures("example")
 def test_two_ranks_train_as_one_process_with_plain_torch_does(whole: Run) -> None:
-    from loader import Share
-    from model import Initializer, model_config
     from settings import load_settings
     from tokens import Tokens
-    from transformers import LlamaForCausalLM
 
     words = [f"{name}={value}" for name, value in TINY.items()]
     settings = load_settings(EXAMPLE / "llama_toy.toml", words, environ={})
     (cache,) = (whole.folder.parent / "tokens").iterdir()
     tokens = Tokens.read(cache)
-    model = LlamaForCausalLM(model_config(settings, 300, tokens.end_of_text))
-    initialise = Initializer(model, 0)
-    for module in model.modules():
-        initialise(module)
-
-    def rows(text: list[int]) -> torch.Tensor:
-        return torch.tensor([text[at : at + 17] for at in range(0, len(text) - 16, 16)])
-
-    train, held_out = rows(tokens.train.map().tolist()), rows(tokens.held_out.map().tolist())
-    assert len(held_out) % 4 in (1, 2)
-    groups = [
-        {"params": [each for each in model.parameters() if each.ndim == 2], "weight_decay": 0.1},
-        {"params": [each for each in model.parameters() if each.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-4)
-    batches = iter(Share(len(train), 8, 0, 1, seed=0))
-    losses, norms, evaluated = [], [], []
-    for step, rate in enumerate((0.005, 0.01, 0.01, 0.00868198, 0.0055, 0.00231802)):
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        batch = train[next(batches)]
-        # Transformers' own loss, which shifts the targets by itself.
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if step in (2, 5):
-            with torch.no_grad():
-                evaluated.append(model(input_ids=held_out, labels=held_out, use_cache=False).loss.item())
-
+    assert (len(tokens.held_out.map()) - 1) // 16 % 4 in (1, 2)
+    (losses, _, norms, evaluated), _, model = plain_run(settings, tokens, STEPS, 3)
     found = scalars(whole.folder, "loss/train")
     assert list(found) == [1, 2, 3, 4, 5, 6]
     assert list(found.values()) == pytest.approx(losses, abs=1e-5)

@@ -14,8 +14,8 @@ import torch
 from polyshard import ShardConfig
 from polyshard.interfaces import PluginContext
 from polyshard_backends.nccl import NcclCollectives
-from polyshard_tools import doctor
-from polyshard_tools.doctor import TrialState
+from polyshard_tools.doctor.machine import read_machine
+from polyshard_tools.doctor.trial import TrialState, run_trial, trials_for
 from polyshard_tools.forecast import ShapedBatches, find_device, fitted, plan
 from polyshard_tools.forecast.bench import bench
 from processes import KeptRanks, device_of, gpu_ranks, run_processes
@@ -135,7 +135,7 @@ def test_all_ranks_measure_the_same_links() -> None:
 
 
 def test_devices_are_those_of_torch() -> None:
-    machine = doctor.read_machine(dict(os.environ))
+    machine = read_machine(dict(os.environ))
     assert [device.name for device in machine.devices] == [
         torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
     ]
@@ -150,8 +150,8 @@ def test_devices_are_those_of_torch() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 @pytest.mark.timeout(240)
 def test_all_devices_train_over_nccl_as_an_unsharded_model_does() -> None:
-    machine = doctor.read_machine(dict(os.environ))
-    trial = next(each for each in doctor.trials_for(machine) if each.backend == "nccl")
+    machine = read_machine(dict(os.environ))
+    trial = next(each for each in trials_for(machine) if each.backend == "nccl")
     assert trial.world_size == torch.cuda.device_count()
-    outcome = doctor.run_trial(trial, os.environ, limit_s=200.0)
+    outcome = run_trial(trial, os.environ, limit_s=200.0)
     assert outcome.state is TrialState.EQUAL, outcome

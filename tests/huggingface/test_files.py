@@ -58,20 +58,6 @@ def test_values_go_in_and_out(ranks: int, reads: Any, settings: dict[str, Any], 
 
 
 @pytest.mark.slow
-def test_replicas_share_the_writing(tmp_path: Path) -> None:
-    save_file(state(), tmp_path / "model.safetensors")
-
-    def out(model: Net, rank: int) -> None:
-        polyshard_huggingface.load(model, tmp_path)
-        polyshard_huggingface.save(model, tmp_path / "out", max_shard_size=700)
-
-    on_ranks(4, out, strategy="hybrid_shard", shard_size=2)
-    found = {name: each for path in (tmp_path / "out").glob("*.safetensors") for name, each in load_file(path).items()}
-    assert found.keys() == state().keys()
-    assert same(found, state())
-
-
-@pytest.mark.slow
 def test_the_tied_tensor_is_found_under_either_name(tmp_path: Path) -> None:
     expected = state()
     other = {("head.weight" if name == "embed.weight" else name): value for name, value in expected.items()}

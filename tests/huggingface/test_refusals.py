@@ -101,58 +101,22 @@ def test_tied_tensors_that_differ_in_the_file_are_refused(reads: Any, tmp_path: 
     assert all(same(values, state()) for values in on_ranks(3, read))
 
 
-def _cut_off(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-5])
-
-
-def _another_kind(path: Path) -> None:
-    path.write_bytes(b"PK\x03\x04 not safetensors at all")
-
-
-def _bad_header(path: Path) -> None:
-    path.write_bytes(struct.pack("<Q", 12) + b'{"a": [1, 2]' + b"\0" * 100)
-
-
-def _unknown_dtype(path: Path) -> None:
-    _put(path, {"a": _entry([2], 0, 1, "F4")}, 1)
-
-
-def _put(path: Path, header: Any, nbytes: int) -> None:
+def _file(header: Any, nbytes: int) -> bytes:
     """A file of ``header``, and so many bytes that are no zeros behind it."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\x3f" * nbytes)
+    return struct.pack("<Q", len(text)) + text + b"\x3f" * nbytes
 
 
 def _entry(shape: Any, begin: Any, end: Any, dtype: str = "F32") -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (_cut_off, "is damaged, was cut off.*not fully covered"),
-        (_another_kind, "is no safetensors file"),
-        (_bad_header, "invalid JSON in header"),
-        (_unknown_dtype, "dtype F4"),
-    ],
-)
-def test_damage_is_told_from_the_wrong_checkpoint(damage: Callable[[Path], None], words: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file(state(), path)
-    damage(path)
-
-    def read(model: Net, rank: int) -> Values:
-        with pytest.raises(StateError, match=words):
-            polyshard_huggingface.load(model, path)
-        return whole(model)
-
-    assert all(same(values, net().state_dict()) for values in on_ranks(2, read))
-
-
 A, B = _entry([4, 4], 0, 64), _entry([4], 64, 80)
 #: Header, bytes behind it, and what the library says; None where it reads such files.
 HEADERS: dict[str, tuple[Any, int, str | None]] = {
     "bytes of two tensors": ({"weight": A, "bias": _entry([4], 48, 64)}, 64, "invalid offset for tensor `bias`"),
+    "no JSON": (b'{"a": [1, 2]', 100, "invalid JSON in header"),
+    "cut off": ({"weight": A, "bias": B}, 75, "not fully covered"),
     "bytes of none behind": ({"weight": A, "bias": B}, 96, "file not fully covered"),
     "offsets below zero": ({"weight": A, "bias": _entry([4], -16, 0)}, 80, "invalid value: integer"),
     "a huge shape": ({"weight": _entry([1 << 40, 1 << 40], 0, 64), "bias": B}, 80, "overflow"),
@@ -168,7 +132,7 @@ HEADERS: dict[str, tuple[Any, int, str | None]] = {
 def test_a_damaged_header_is_refused_as_the_library_does(what: str, tmp_path: Path) -> None:
     header, nbytes, words = HEADERS[what]
     path = tmp_path / "model.safetensors"
-    _put(path, header, nbytes)
+    path.write_bytes(_file(header, nbytes))
     if words is None:
         with safe_open(path, "pt"):
             pass
@@ -184,6 +148,22 @@ def test_a_damaged_header_is_refused_as_the_library_does(what: str, tmp_path: Pa
     save_file({"weight": torch.ones(4, 4), "bias": torch.ones(4)}, path)
     polyshard_huggingface.load(model, path)
     assert all(bool((value == 1).all()) for value in model.state_dict().values())
+
+
+def test_another_kind_of_file_is_told_on_every_rank_and_so_is_another_dtype(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    for content, words in (
+        (b"PK\x03\x04 not safetensors at all", "is no safetensors file"),
+        (_file({"a": _entry([2], 0, 1, "F4")}, 1), "dtype F4"),
+    ):
+        path.write_bytes(content)
+
+        def read(model: Net, rank: int, words: str = words) -> Values:
+            with pytest.raises(StateError, match=words):
+                polyshard_huggingface.load(model, path)
+            return whole(model)
+
+        assert all(same(values, net().state_dict()) for values in on_ranks(2, read))
 
 
 def test_an_index_names_files_of_its_folder_alone(tmp_path: Path) -> None:

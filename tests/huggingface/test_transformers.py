@@ -17,7 +17,7 @@ from parity import one_core, seed_all
 from polyshard import ShardConfig
 from polyshard.errors import ConfigError
 from polyshard_backends.threaded import ThreadedWorld
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 # Importing Transformers takes most of the first one's time.
@@ -210,53 +210,3 @@ def test_a_model_with_a_head_is_read_into_its_base(transformers: ModuleType, tmp
 
     for values in ThreadedWorld(2).run(read):
         assert all(torch.equal(values[name], expected[name]) for name in expected)
-
-
-def test_what_transformers_reorders_inside_of_rows_is_read_and_written(
-    transformers: ModuleType, tmp_path: Path
-) -> None:
-    from transformers.conversion_mapping import (
-        get_checkpoint_conversion_mapping,
-        register_checkpoint_conversion_mapping,
-    )
-    from transformers.core_model_loading import Interleave, WeightConverter
-
-    class Interleaved(transformers.LlamaForCausalLM):  # type: ignore[name-defined, misc]
-        pass
-
-    if get_checkpoint_conversion_mapping("Interleaved") is None:
-        converter = WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", operations=[Interleave(dim=0)])
-        register_checkpoint_conversion_mapping("Interleaved", [converter])
-    given = saved(built(transformers, "llama"), tmp_path / "given")
-    expected = Interleaved.from_pretrained(given).state_dict()
-
-    def in_and_out(rank: int, world: ThreadedWorld) -> Values:
-        config = transformers.LlamaConfig(**_LLAMA)
-        model = sharded(on_meta(lambda: Interleaved(config), world), world, rank, "llama")
-        polyshard_huggingface.load(model, given)
-        polyshard_huggingface.save(model, tmp_path / "written")
-        return whole(model)
-
-    for values in ThreadedWorld(2).run(in_and_out):
-        assert all(torch.equal(values[name], expected[name]) for name in expected)
-    one, other = (load_file(each / "model.safetensors") for each in (given, tmp_path / "written"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_a_checkpoint_that_a_conversion_cannot_put_together_is_refused_by_name(
-    transformers: ModuleType, tmp_path: Path
-) -> None:
-    family = "mixtral, experts in one tensor"
-    given = saved(built(transformers, family), tmp_path / "given")
-    content = load_file(given / "model.safetensors")
-    broken = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
-    save_file({**content, broken: content[broken][1:].clone()}, given / "model.safetensors")
-
-    def read(rank: int, world: ThreadedWorld) -> Values:
-        model = sharded(on_meta(lambda: built(transformers, family), world), world, rank, family)
-        with pytest.raises(ConfigError, match=r"layers\.1\.block_sparse_moe\.experts\.0\.w2.* cannot be put together"):
-            polyshard_huggingface.load(model, given)
-        return whole(model)
-
-    for values in ThreadedWorld(2).run(read):
-        assert all(bool(value.isnan().all()) for value in values.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -122,9 +123,6 @@ def test_a_run_that_resumes_is_the_run_that_never_stopped(tmp_path: Path, precis
     on_ranks(2, resume, tmp_path / "state", precision)
 
 
-# An end that was asked for.
-
-
 # Another number of ranks.
 
 
@@ -182,7 +180,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_at_three(tmp_path: Path) -
 # Folders.
 
 
-def fill_folders(rank: int, folder: Path) -> None:
+def folders_are_saved_into_again_numbered_and_kept_to_a_limit(rank: int, folder: Path) -> None:
     accelerator, models, optimizers = prepared(seeded(Net))
     target = folder / "again"
     for turn in range(3):
@@ -227,11 +225,7 @@ def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_folders_are_saved_into_again_numbered_and_kept_to_a_limit(tmp_path: Path) -> None:
-    on_ranks(2, fill_folders, tmp_path)
-
-
-def look_on(rank: int, folder: Path) -> None:
+def hooks_of_the_user_see_every_model(rank: int, folder: Path) -> None:
     accelerator = Accelerator(shard=BLOCKS, cpu=True)
     model, other = accelerator.prepare(seeded(Net), seeded(Net, 1))
     plain = accelerator.prepare_model(seeded(Net, 2), evaluation_mode=True)
@@ -251,10 +245,6 @@ def look_on(rank: int, folder: Path) -> None:
     accelerator.free_memory()
 
 
-def test_hooks_of_the_user_see_every_model(tmp_path: Path) -> None:
-    on_ranks(2, look_on, tmp_path / "state")
-
-
 # Whole models.
 
 
@@ -266,7 +256,7 @@ class Tied(Words):
         self.last.weight = self.embedding.weight
 
 
-def write_whole(rank: int, folder: Path) -> None:
+def whole_models_are_what_was_sharded(rank: int, folder: Path) -> None:
     accelerator = Accelerator(shard=BLOCKS, cpu=True)
     reference = seeded(Tied)
     model = accelerator.prepare(seeded(Tied))
@@ -293,10 +283,6 @@ def write_whole(rank: int, folder: Path) -> None:
     accelerator.free_memory()
 
 
-def test_whole_models_are_what_was_sharded(tmp_path: Path) -> None:
-    on_ranks(2, write_whole, tmp_path / "model")
-
-
 # Wrong folders.
 
 
@@ -307,7 +293,7 @@ class Wider(Net):
         super().__init__(width=6)
 
 
-def refuse_folders(rank: int, folder: Path) -> None:
+def folders_of_something_else_are_refused_and_change_nothing(rank: int, folder: Path) -> None:
     accelerator, models, optimizers = prepared(seeded(Net))
     steps(accelerator, models, optimizers, 0, 1)
     accelerator.save_state(folder / "good")
@@ -352,14 +338,10 @@ def refuse_folders(rank: int, folder: Path) -> None:
         forget()
 
 
-def test_folders_of_something_else_are_refused_and_change_nothing(tmp_path: Path) -> None:
-    on_ranks(2, refuse_folders, tmp_path)
-
-
 # What cannot be saved.
 
 
-def tell_before_training(rank: int, folder: Path) -> None:
+def optimizers_that_cannot_be_saved_are_told_of_before_training(rank: int, folder: Path) -> None:
     numbered = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
     accelerator = Accelerator(shard=BLOCKS, cpu=True, project_config=numbered)
     model = seeded(Net)
@@ -391,5 +373,16 @@ def tell_before_training(rank: int, folder: Path) -> None:
     accelerator.free_memory()
 
 
-def test_optimizers_that_cannot_be_saved_are_told_of_before_training(tmp_path: Path) -> None:
-    on_ranks(2, tell_before_training, tmp_path)
+@pytest.mark.parametrize(
+    "body",
+    [
+        folders_are_saved_into_again_numbered_and_kept_to_a_limit,
+        hooks_of_the_user_see_every_model,
+        whole_models_are_what_was_sharded,
+        folders_of_something_else_are_refused_and_change_nothing,
+        optimizers_that_cannot_be_saved_are_told_of_before_training,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_on_ranks(body: Callable[[int, Path], None], tmp_path: Path) -> None:
+    on_ranks(2, body, tmp_path)

@@ -17,7 +17,7 @@ from accelerate.utils import (
     GradScalerKwargs,
     find_executable_batch_size,
 )
-from accelerate_ranks import Critic, loader_of, on_ranks, pair_loss, pairs, same, whole_gradients
+from accelerate_ranks import Critic, loader_of, on_ranks, pair_loss, pairs, same, same_gradients
 from parity import Block, Net, seeded, units_of, whole
 from polyshard import ShardConfig
 from polyshard.errors import ConfigError, StateError, UnsupportedError
@@ -100,12 +100,10 @@ def gradients_wait_inside_no_sync(rank: int) -> None:
                 accelerator.backward(mse_loss(model(x), y))
             continue
         accelerator.backward(mse_loss(model(x), y))
-        expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-        torch.testing.assert_close(whole_gradients(model), expected, **EXACT)
+        same_gradients(model, reference)
     accelerator.backward(mse_loss(model(x), y))
     mse_loss(reference(all_x), all_y).backward()
-    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    torch.testing.assert_close(whole_gradients(model), expected, **EXACT)
+    same_gradients(model, reference)
 
     # Several forwards, then their backwards, of which the last reduces.
     model.zero_grad()
@@ -120,8 +118,7 @@ def gradients_wait_inside_no_sync(rank: int) -> None:
                 continue
             with accelerator.trigger_sync_in_backward(model):
                 accelerator.backward(loss)
-    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    torch.testing.assert_close(whole_gradients(model), expected, **EXACT)
+    same_gradients(model, reference)
     accelerator.free_memory()
 
 
@@ -151,8 +148,7 @@ def clipping_is_that_of_the_unsharded_model_and_refused_while_gradients_wait(ran
     # A part of the model, which one rank may hold nothing of.
     norm = accelerator.clip_grad_norm_(model.last.parameters(), 0.001)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.last.parameters(), 0.001), **EXACT)
-    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    torch.testing.assert_close(whole_gradients(model), expected, **EXACT)
+    same_gradients(model, reference)
     accelerator.free_memory()
 
 
@@ -318,24 +314,6 @@ def a_compiled_model(rank: int) -> None:
         accelerator.free_memory()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        gradients_wait_inside_no_sync,
-        clipping_is_that_of_the_unsharded_model_and_refused_while_gradients_wait,
-        an_optimizer_over_flat_parameters,
-        pytest.param(two_models_with_optimizers_of_their_own, marks=pytest.mark.slow),
-        an_optimizer_that_took_steps_with_the_whole_model,
-        evaluation_only,
-        a_smaller_batch_starts_with_a_new_model,
-        pytest.param(a_compiled_model, marks=pytest.mark.slow),
-    ],
-    ids=lambda body: body.__name__,
-)
-def test_on_ranks(body: Callable[[int], object]) -> None:
-    on_ranks(2, body)
-
-
 def train_in(rank: int, precision: str) -> None:
     # The default scale overflows in the first steps, as it is meant to.
     scaling = GradScalerKwargs(init_scale=64.0)
@@ -376,7 +354,7 @@ def test_mixed_precision_is_what_the_model_computes_in(precision: str) -> None:
     on_ranks(2, train_in, precision)
 
 
-def overflow(rank: int) -> None:
+def all_ranks_skip_where_one_overflows(rank: int) -> None:
     accelerator = Accelerator(shard=BLOCKS, cpu=True, mixed_precision="fp16")
     model = seeded(Net).float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -402,12 +380,7 @@ def overflow(rank: int) -> None:
     accelerator.free_memory()
 
 
-@pytest.mark.slow
-def test_all_ranks_skip_where_one_overflows() -> None:
-    on_ranks(2, overflow)
-
-
-def scale_a_pair(rank: int) -> None:
+def clipping_one_of_two_models_leaves_the_others_gradients_scaled(rank: int) -> None:
     scaling = GradScalerKwargs(init_scale=64.0)
     accelerator = Accelerator(shard=BLOCKS, cpu=True, mixed_precision="fp16", kwargs_handlers=[scaling])
     models = [seeded(Net).float(), seeded(Critic).float()]
@@ -433,6 +406,21 @@ def scale_a_pair(rank: int) -> None:
     accelerator.free_memory()
 
 
-@pytest.mark.slow
-def test_clipping_one_of_two_models_leaves_the_others_gradients_scaled() -> None:
-    on_ranks(2, scale_a_pair)
+@pytest.mark.parametrize(
+    "body",
+    [
+        gradients_wait_inside_no_sync,
+        clipping_is_that_of_the_unsharded_model_and_refused_while_gradients_wait,
+        an_optimizer_over_flat_parameters,
+        pytest.param(two_models_with_optimizers_of_their_own, marks=pytest.mark.slow),
+        an_optimizer_that_took_steps_with_the_whole_model,
+        evaluation_only,
+        a_smaller_batch_starts_with_a_new_model,
+        pytest.param(a_compiled_model, marks=pytest.mark.slow),
+        pytest.param(all_ranks_skip_where_one_overflows, marks=pytest.mark.slow),
+        pytest.param(clipping_one_of_two_models_leaves_the_others_gradients_scaled, marks=pytest.mark.slow),
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_on_ranks(body: Callable[[int], object]) -> None:
+    on_ranks(2, body)

@@ -78,35 +78,31 @@ def train(
     return losses, whole(model), norms
 
 
-@pytest.mark.parametrize("order", ["jointly", "model first"])
-def test_steps_equal_those_of_the_unsharded_model(order: str) -> None:
-    losses, parameters = reference(STEPS)
-    ranks = on_ranks(train, order, torch.float64, 1, {}, {})
-    assert mean_losses([each for each, _, _ in ranks]) == pytest.approx(losses, rel=1e-12)
-    for _, found, _ in ranks:
-        torch.testing.assert_close(found, parameters, rtol=1e-10, atol=1e-12)
+LOW = {"dtype": torch.float32, "autocast": torch.bfloat16}
 
 
-@pytest.mark.parametrize(("clips", "named"), [({"max_norm": 0.1}, "clip_norm"), ({"clip_val": 0.1}, "clip_value")])
-def test_accumulated_and_clipped_steps_equal_those_of_the_unsharded_model(clips: dict[str, float], named: str) -> None:
-    losses, parameters = reference(STEPS, accumulates=4, **{named: 0.1})
-    ranks = on_ranks(train, "jointly", torch.float64, 4, clips, {})
-    assert mean_losses([each for each, _, _ in ranks]) == pytest.approx(losses, rel=1e-10)
-    for _, found, _ in ranks:
-        torch.testing.assert_close(found, parameters, rtol=1e-10, atol=1e-12)
-    assert ranks[0][2] == ranks[1][2]
-    assert len(ranks[0][2]) == (STEPS // 4 if "max_norm" in clips else 0)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_steps_equal_within_the_dtypes_rounding(precision: str) -> None:
-    mixed = precision == "bf16-mixed"
-    losses, parameters = reference(STEPS, dtype=torch.float32, autocast=torch.bfloat16 if mixed else None)
-    ranks = on_ranks(train, "jointly", torch.float32, 1, {}, {"precision": precision})
-    tolerance = 3e-2 if mixed else 1e-4
-    assert mean_losses([each for each, _, _ in ranks]) == pytest.approx(losses, rel=tolerance)
-    for _, found, _ in ranks:
-        torch.testing.assert_close(found, parameters, rtol=tolerance, atol=tolerance / 3)
+@pytest.mark.parametrize(
+    ("order", "clips", "settings", "as_plain", "within"),
+    [
+        ("jointly", {}, {}, {}, 1e-10),
+        ("model first", {}, {}, {}, 1e-10),
+        ("jointly", {"max_norm": 0.1}, {}, {"accumulates": 4, "clip_norm": 0.1}, 1e-10),
+        ("jointly", {"clip_val": 0.1}, {}, {"accumulates": 4, "clip_value": 0.1}, 1e-10),
+        ("jointly", {}, {"precision": "32-true"}, {"dtype": torch.float32}, 1e-4),
+        ("jointly", {}, {"precision": "bf16-mixed"}, LOW, 3e-2),
+    ],
+)
+def test_steps_equal_those_of_the_unsharded_model(
+    order: str, clips: dict[str, float], settings: dict[str, Any], as_plain: dict[str, Any], within: float
+) -> None:
+    losses, parameters = reference(STEPS, **as_plain)
+    dtype, accumulates = as_plain.get("dtype", torch.float64), as_plain.get("accumulates", 1)
+    ranks = on_ranks(train, order, dtype, accumulates, clips, settings)
+    assert mean_losses([each for each, _, _ in ranks]) == pytest.approx(losses, rel=within)
+    for _, found, norms in ranks:
+        torch.testing.assert_close(found, parameters, rtol=within, atol=within / 3)
+        assert norms == ranks[0][2]
+        assert len(norms) == (STEPS // 4 if "max_norm" in clips else 0)
 
 
 # Models.

@@ -53,55 +53,50 @@ def assert_equal(ranks: list[Trained], expected: Trained, rtol: float = 1e-10, a
         torch.testing.assert_close(found, parameters, rtol=rtol, atol=atol, check_dtype=False)
 
 
-def fit(rank: int, folder: str, dtype: torch.dtype, config: ShardConfig, settings: dict[str, Any]) -> Trained:
-    module = Regression()
-    trainer(folder, PolyshardStrategy(config), max_epochs=1, **settings).fit(module, loader(STEPS, dtype))
+def fit(
+    rank: int, folder: str, dtype: torch.dtype, config: ShardConfig, settings: dict[str, Any], compiles: bool
+) -> Trained:
+    with warnings.catch_warnings():
+        # Dynamo looks at them in what it traces.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        module = Regression()
+        given = torch.compile(module, backend="eager") if compiles else module
+        trainer(folder, PolyshardStrategy(config), max_epochs=1, **settings).fit(given, loader(STEPS, dtype))
     return module.losses, whole(module)
 
 
 # Steps.
 
 
+LOW = {"dtype": torch.float32, "autocast": torch.bfloat16}
+
+
 @pytest.mark.parametrize(
-    ("config", "settings", "as_plain"),
+    ("config", "settings", "as_plain", "compiles"),
     [
-        (CONFIG, {}, {}),
-        (ShardConfig(), {}, {}),
-        (ShardConfig(strategy="no_shard"), {}, {}),
-        (CONFIG, {"accumulate_grad_batches": 4}, {"accumulates": 4}),
-        (CONFIG, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"}, {"clip_norm": 0.1}),
-        (CONFIG, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, {"clip_value": 0.1}),
+        (CONFIG, {}, {}, False),
+        (CONFIG, {}, {}, True),
+        (ShardConfig(), {}, {}, False),
+        (ShardConfig(strategy="no_shard"), {}, {}, False),
+        (CONFIG, {"accumulate_grad_batches": 4}, {"accumulates": 4}, False),
+        (CONFIG, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"}, {"clip_norm": 0.1}, False),
+        (CONFIG, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, {"clip_value": 0.1}, False),
+        (CONFIG, {"precision": "bf16-mixed"}, LOW, False),
+        (ShardConfig(), {"precision": "bf16-mixed"}, LOW, False),
     ],
 )
 def test_steps_equal_those_of_the_unsharded_model(
-    tmp_path: Path, config: ShardConfig, settings: dict[str, Any], as_plain: dict[str, Any]
+    tmp_path: Path, config: ShardConfig, settings: dict[str, Any], as_plain: dict[str, Any], compiles: bool
 ) -> None:
-    assert_equal(on_ranks(fit, str(tmp_path), torch.float64, config, settings), reference(STEPS, **as_plain))
-
-
-def fit_compiled(rank: int, folder: str) -> Trained:
-    with warnings.catch_warnings():
-        # Dynamo looks at them in what it traces.
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        module = Regression()
-        compiled = torch.compile(module, backend="eager")
-        trainer(folder, PolyshardStrategy(CONFIG), max_epochs=1).fit(compiled, loader(STEPS, torch.float64))
-        return module.losses, whole(module)
-
-
-def test_a_compiled_module_trains_alike(tmp_path: Path) -> None:
-    assert_equal(on_ranks(fit_compiled, str(tmp_path)), reference(STEPS))
+    dtype = as_plain.get("dtype", torch.float64)
+    ranks = on_ranks(fit, str(tmp_path), dtype, config, settings, compiles)
+    # What bf16 rounds.
+    within = {"rtol": 3e-2, "atol": 1e-2} if as_plain is LOW else {}
+    assert_equal(ranks, reference(STEPS, **as_plain), **within)
+    assert {each.dtype for _, parameters in ranks for each in parameters.values()} == {dtype}
 
 
 # Precision.
-
-
-@pytest.mark.parametrize(("config", "precision"), [(CONFIG, "bf16-mixed"), (ShardConfig(), "bf16-mixed")])
-def test_mixed_steps_equal_within_bf16s_rounding(tmp_path: Path, config: ShardConfig, precision: str) -> None:
-    ranks = on_ranks(fit, str(tmp_path), torch.float32, config, {"precision": precision})
-    assert_equal(ranks, reference(STEPS, dtype=torch.float32, autocast=torch.bfloat16), rtol=3e-2, atol=1e-2)
-    for _, parameters in ranks:
-        assert {each.dtype for each in parameters.values()} == {torch.float32}
 
 
 def true_half(rank: int, folder: str) -> list[str]:

@@ -293,16 +293,17 @@ def keep_by_accelerator(rank: int, folder: str) -> dict[str, Any]:
     settings = {"max_steps": 5, "callbacks": [Saves()]}
     with launched(rank, 2):
         made.append(sharded_trainer(make_model("llama"), f"{folder}/ours", "llama", **settings))
-        trainer, counter = made[-1], Counter()
-        trainer.accelerator.register_for_checkpointing(counter)
+        trainer, ours = made[-1], nn.BatchNorm1d(1)
+        ours.running_mean.fill_(3.0)
+        trainer.accelerator.register_for_checkpointing(ours)
         trainer.train()
-        counter.seen = 1
+        ours.reset_running_stats()
         trainer.accelerator.load_state(state_of(trainer))
         written = checkpoint.read(checkpoint.latest(Path(f"{state_of(trainer)}/polyshard_0")))
         trainer.accelerator.save_model(trainer.model, f"{folder}/weights")
         found = {
             "loaded": parameters(trainer.model),
-            "counted": counter.seen,
+            "user's": ours.running_mean.item(),
             "written": written["model"],
             "momenta": {name: each["exp_avg"] for name, each in written["optimizer"]["state"].items()},
             "asked for": trainer.accelerator.get_state_dict(trainer.model),
@@ -339,18 +340,6 @@ def keep_by_accelerator(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-class Counter:
-    """Something of the user's."""
-
-    seen = 3
-
-    def state_dict(self) -> dict[str, int]:
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.seen = state["seen"]
-
-
 def made_critic() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(4)
     critic = nn.Linear(4, 2)
@@ -368,7 +357,7 @@ def test_the_accelerator_of_a_trainer_saves_what_the_plain_ones_does(tmp_path: P
         assert_equal(found["loaded"], found["written"])
         assert_equal(found["came back"], found["momenta"])
         assert_equal(found["read"], found["written"])
-        assert found["counted"] == 3
+        assert found["user's"] == 3
         assert_equal(found["asked for"], found["written"] if rank == 0 else {})
         assert found["norm"] == pytest.approx(results[0]["plain norm"])
         torch.testing.assert_close(found["critic"], results[0]["plain critic"])
@@ -617,30 +606,27 @@ def train_what_saves_itself(rank: int, folder: str) -> dict[str, Any]:
         "eval_dataset": samples("llama", 8, equal=True),
     }
 
+    def made(name: str) -> Any:
+        args = arguments(f"{folder}/{name}", ddp_backend="gloo", **saving)
+        sharded = type("Sharded", (PolyshardMixin, behind), {})
+        return sharded(model=SavesItself(), args=args, shard=ShardConfig(), **given)
+
+    def own(trainer: Any) -> list[float]:
+        return [entry["eval_own"] for entry in trainer.state.log_history if "eval_own" in entry]
+
     def files(name: str) -> dict[str, Any]:
         where = Path(f"{folder}/{name}/checkpoint-2")
         return {each: torch.load(where / each) for each in ("own.pt", "example.pt")}
 
     with launched(rank, 2):
-        trainer = type("Sharded", (PolyshardMixin, behind), {})(
-            model=SavesItself(),
-            args=arguments(f"{folder}/ours", ddp_backend="gloo", **saving),
-            shard=ShardConfig(),
-            **given,
-        )
+        trainer, again = made("ours"), made("again")
         trainer.train()
-        again = type("Sharded", (PolyshardMixin, behind), {})(
-            model=SavesItself(),
-            args=arguments(f"{folder}/again", ddp_backend="gloo", **saving),
-            shard=ShardConfig(),
-            **given,
-        )
         again.train(resume_from_checkpoint=f"{folder}/ours/checkpoint-2")
         found = {
             "curve": curve(trainer),
             "again": curve(again),
             "files": files("ours"),
-            "own": [entry["eval_own"] for entry in trainer.state.log_history if "eval_own" in entry],
+            "own": own(trainer),
             "names": {path.name for path in Path(f"{folder}/ours/checkpoint-2").iterdir()},
             "scale": trainer.model.scale.dtype,
         }
@@ -654,7 +640,7 @@ def train_what_saves_itself(rank: int, folder: str) -> dict[str, Any]:
         plain.train()
         found["plain"] = curve(plain)
         found["plain files"] = files("plain")
-        found["plain own"] = [entry["eval_own"] for entry in plain.state.log_history if "eval_own" in entry]
+        found["plain own"] = own(plain)
         found["plain names"] = {path.name for path in Path(f"{folder}/plain/checkpoint-2").iterdir()}
     return found
 

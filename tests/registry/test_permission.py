@@ -15,7 +15,7 @@ from polyshard import ShardConfig, errors
 from polyshard.interfaces import Group, resolve_class
 from polyshard.registry import PluginState, installed, resolve
 from polyshard_tools.cli.main import main
-from polyshard_tools.doctor import plugins, variables
+from polyshard_tools.doctor.checks import plugins, variables
 from polyshard_tools.doctor.machine import Machine
 from processes import run_processes, run_script
 from refusal import Tower, refused, silent

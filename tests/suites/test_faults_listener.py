@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ class Sound(Listener):
         self.units: set[str] = set()
         self.backwards = 0
         self.reductions: list[str] = []
+        self.noted: set[str] = set()
 
     @hookimpl
     def before_shard(self, model: nn.Module) -> None:
@@ -66,149 +67,93 @@ class TestSoundListener(ListenerSuite):
         return Sound(plugin_context())
 
 
-class Unmarked(Sound):
-    """Has a method like a hook, which nobody calls."""
-
-    def step_end(self, model: nn.Module) -> None:
-        self.backwards = 0
+#: The model that is in a step, where all listeners see it.
+IN_STEP: list[nn.Module] = []
 
 
-class TakesUnits(Sound):
-    """Has an observer of other arguments."""
-
-    def observe(self, unit: UnitSpec, backward: bool) -> None:  # type: ignore[override]
-        return None
-
-
-class ExpectsReductions(Sound):
-    """Takes it that every backward reduces, where gradients may be kept for the next one."""
+def takes(holds: Callable[[Sound, nn.Module], object]) -> Callable[..., None]:
+    """A hook that takes it that something holds of the listener and the model."""
 
     @hookimpl
-    def step_end(self, model: nn.Module) -> None:
-        assert self.reductions or not self.backwards
+    def implementation(self: Sound, model: nn.Module) -> None:
+        assert holds(self, model)
+
+    return implementation
 
 
-class Averages(Sound):
-    """Divides by the backwards, of which an evaluation has none."""
-
-    @hookimpl
-    def step_end(self, model: nn.Module) -> None:
-        assert len(self.reductions) / self.backwards >= 0
+@hookimpl
+def _open(self: Sound, model: nn.Module) -> None:
+    assert "step" not in self.noted
+    self.noted.add("step")
 
 
-class ExpectsEnds(Sound):
-    """Takes it that every step that begins also ends."""
-
-    def __init__(self, context: PluginContext) -> None:
-        super().__init__(context)
-        self.open = False
-
-    @hookimpl
-    def step_begin(self, model: nn.Module) -> None:
-        assert not self.open
-        self.open = True
-
-    @hookimpl
-    def step_end(self, model: nn.Module) -> None:
-        self.open = False
+@hookimpl
+def _forget(self: Sound, model: nn.Module) -> None:
+    self.noted.clear()
 
 
-class OneComputation(Sound):
-    """Takes it that a unit computes one thing at a time."""
-
-    def __init__(self, context: PluginContext) -> None:
-        super().__init__(context)
-        self.computing: set[str] = set()
-
-    @hookimpl
-    def step_begin(self, model: nn.Module) -> None:
-        self.computing.clear()
-
-    def observe(self, event: UnitEvent) -> None:
-        if event.operation is not UnitOperation.COMPUTE:
-            return
-        assert event.begins is (event.unit.name not in self.computing)
-        self.computing ^= {event.unit.name}
+def _alone(self: Sound, event: UnitEvent) -> None:
+    if event.operation is UnitOperation.COMPUTE:
+        assert event.begins is (event.unit.name not in self.noted)
+        self.noted ^= {event.unit.name}
 
 
-class ExpectsAllUnits(Sound):
-    """Takes it that all units reduce, where some do."""
-
-    @hookimpl
-    def step_end(self, model: nn.Module) -> None:
-        assert not self.reductions or set(self.reductions) == self.units
+@hookimpl
+def _keep(self: Sound, model: nn.Module) -> None:
+    IN_STEP[:] = [model]
 
 
-class OneModel(Sound):
-    """Keeps the model that is in a step where all listeners see it."""
-
-    model: ClassVar[nn.Module | None] = None
-
-    @hookimpl
-    def step_begin(self, model: nn.Module) -> None:
-        OneModel.model = model
-
-    @hookimpl
-    def step_end(self, model: nn.Module) -> None:
-        assert OneModel.model is model
+@hookimpl
+def _note_path(self: Sound, model: nn.Module, path: Path) -> None:
+    self.noted.add(f"{path}")
 
 
-class LoadsWhatItSaved(Sound):
-    """Knows the checkpoints of this process alone."""
-
-    def __init__(self, context: PluginContext) -> None:
-        super().__init__(context)
-        self.saved: dict[Path, int] = {}
-
-    @hookimpl
-    def on_save(self, model: nn.Module, path: Path) -> None:
-        self.saved[path] = len(self.units)
-
-    @hookimpl
-    def on_load(self, model: nn.Module, path: Path) -> None:
-        assert self.saved[path]
+@hookimpl
+def _know_path(self: Sound, model: nn.Module, path: Path) -> None:
+    assert f"{path}" in self.noted
 
 
-class Marks(Sound):
-    """Writes on the model."""
-
-    @hookimpl
-    def after_shard(self, model: nn.Module) -> None:
-        model.listened_to = True
+@hookimpl
+def _mark(self: Sound, model: nn.Module) -> None:
+    model.listened_to = True
 
 
-class SumsOverRanks(Sound):
-    @hookimpl
-    def step_end(self, model: nn.Module) -> None:
-        if dist.is_initialized():
-            dist.all_reduce(torch.tensor(float(self.backwards)))
+@hookimpl
+def _sum(self: Sound, model: nn.Module) -> None:
+    if dist.is_initialized():
+        dist.all_reduce(torch.tensor(float(self.backwards)))
 
 
-class ReadsTheDevice(Sound):
-    def __init__(self, context: PluginContext) -> None:
-        super().__init__(context)
-        self.total = torch.zeros(1, device=context.device)
-
-    def observe(self, event: UnitEvent) -> None:
-        self.total += event.unit.numel
-        assert self.total.item() > 0
+def _read(self: Sound, event: UnitEvent) -> None:
+    assert torch.tensor(event.unit.numel).item() > 0
 
 
-CASES: list[tuple[type[Sound], str]] = [
-    (Unmarked, "hooks_exist_and_take_their_arguments"),
-    (TakesUnits, "observers_take_an_event"),
-    (ExpectsReductions, "training_gives_the_same_numbers_as_without_it"),
-    (Averages, "a_forward_without_a_backward"),
-    (ExpectsEnds, "a_step_after_one_that_failed"),
-    (OneComputation, "activations_that_are_computed_again"),
-    (ExpectsAllUnits, "units_that_are_frozen"),
-    (OneModel, "two_models_at_once"),
-    (LoadsWhatItSaved, "saving_and_loading"),
-    (Marks, "the_model_is_left_as_it_was"),
-    (SumsOverRanks, "no_collective_is_issued"),
-    (ReadsTheDevice, "nothing_in_a_step_waits_for_the_device"),
-]
-FAULTS = [fault(plugin, rule, plugin.__name__) for plugin, rule in CASES]
+FAULTS = [
+    # Has a method like a hook, which nobody calls.
+    fault(Sound, "hooks_exist_and_take_their_arguments", "Unmarked", step_end=lambda self, model: None),
+    # Has an observer of other arguments.
+    fault(Sound, "observers_take_an_event", "TakesUnits", observe=lambda self, unit, backward: None),
+    # Takes it that every backward reduces, where gradients may be kept for the next one.
+    fault(Sound, "training_gives_the_same_numbers_as_without_it", "ExpectsReductions",
+          step_end=takes(lambda self, model: self.reductions or not self.backwards)),
+    # Divides by the backwards, of which an evaluation has none.
+    fault(Sound, "a_forward_without_a_backward", "Averages",
+          step_end=takes(lambda self, model: len(self.reductions) / self.backwards >= 0)),
+    # Takes it that every step that begins also ends.
+    fault(Sound, "a_step_after_one_that_failed", "ExpectsEnds", step_begin=_open, step_end=_forget),
+    # Takes it that a unit computes one thing at a time.
+    fault(Sound, "activations_that_are_computed_again", "OneComputation", step_begin=_forget, observe=_alone),
+    # Takes it that all units reduce, where some do.
+    fault(Sound, "units_that_are_frozen", "ExpectsAllUnits",
+          step_end=takes(lambda self, model: not self.reductions or set(self.reductions) == self.units)),
+    fault(Sound, "two_models_at_once", "OneModel", step_begin=_keep,
+          step_end=takes(lambda self, model: IN_STEP[0] is model)),
+    # Knows the checkpoints of this process alone.
+    fault(Sound, "saving_and_loading", "LoadsWhatItSaved", on_save=_note_path, on_load=_know_path),
+    fault(Sound, "the_model_is_left_as_it_was", "Marks", after_shard=_mark),
+    fault(Sound, "no_collective_is_issued", "SumsOverRanks", step_end=_sum),
+    fault(Sound, "nothing_in_a_step_waits_for_the_device", "ReadsTheDevice", observe=_read),
+]  # fmt: skip
 
 
 @WITH_OTHERS

@@ -10,6 +10,7 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import pytest
 from fake_distribution import install
 from polyshard.interfaces import Group
 from polyshard.registry import installed
-from polyshard_tools import doctor
 from polyshard_tools.cli import main
-from polyshard_tools.doctor import Device, Finding, Level, Machine, Section, Trial, TrialState
+from polyshard_tools.doctor import checks, trial
+from polyshard_tools.doctor.machine import Device, Machine, read_machine
+from polyshard_tools.doctor.report import Finding, Level, Section
+from polyshard_tools.doctor.trial import Trial, TrialState
 
 GIB = 2**30
 H200 = Device("NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB, frozenset({1}))
@@ -60,7 +63,7 @@ def only(section: Section) -> Finding:
 
 @pytest.mark.parametrize("machine", [BARE, PAIR], ids=["CPU", "two devices"])
 def test_there_is_nothing_to_say_of_a_machine_in_order(machine: Machine) -> None:
-    for check in (doctor.versions, doctor.devices, doctor.links, doctor.variables, doctor.limits):
+    for check in (checks.versions, checks.devices, checks.links, checks.variables, checks.limits):
         assert told(check(machine)) == {}
 
 
@@ -102,12 +105,12 @@ def test_there_is_nothing_to_say_of_a_machine_in_order(machine: Machine) -> None
 def test_a_variable_is_told_where_it_hurts(
     machine: Machine, environ: dict[str, str], expected: dict[str, Level]
 ) -> None:
-    assert told(doctor.variables(dataclasses.replace(machine, environ=environ))) == expected
+    assert told(checks.variables(dataclasses.replace(machine, environ=environ))) == expected
 
 
 def test_a_misspelt_setting_is_told_with_the_one_that_was_meant() -> None:
     machine = dataclasses.replace(BARE, environ={"POLYSHARD_PRECISON": "bf16"})
-    assert "Did you mean 'POLYSHARD_PRECISION'?" in only(doctor.variables(machine)).cure
+    assert "Did you mean 'POLYSHARD_PRECISION'?" in only(checks.variables(machine)).cure
 
 
 @pytest.mark.parametrize(
@@ -126,17 +129,10 @@ def test_a_misspelt_setting_is_told_with_the_one_that_was_meant() -> None:
     ],
 )
 def test_an_interface_that_is_not_there_is_a_problem(variable: str, value: str, right: bool) -> None:
-    section = doctor.links(dataclasses.replace(BARE, environ={variable: value}))
+    section = checks.links(dataclasses.replace(BARE, environ={variable: value}))
     assert told(section) == ({} if right else {variable: PROBLEM})
     if not right:
         assert "lo, eth0, ib0" in only(section).what
-
-
-def test_a_host_that_others_do_not_find_is_a_hint() -> None:
-    loopback = dataclasses.replace(BARE, host_addresses=("127.0.1.1", "::1"))
-    assert told(doctor.links(loopback)) == {"host name": HINT}
-    assert told(doctor.links(dataclasses.replace(BARE, host_addresses=()))) == {"host name": HINT}
-    assert told(doctor.links(dataclasses.replace(loopback, environ={"GLOO_SOCKET_IFNAME": "eth0"}))) == {}
 
 
 def test_a_lighthouse_that_does_not_answer_is_a_problem() -> None:
@@ -146,14 +142,9 @@ def test_a_lighthouse_that_does_not_answer_is_a_problem() -> None:
         for listens in (False, True):
             if listens:
                 listening.listen()
-            read = doctor.read_machine({"TORCHFT_LIGHTHOUSE": address})
+            read = read_machine({"TORCHFT_LIGHTHOUSE": address})
             machine = dataclasses.replace(BARE, environ=read.environ, lighthouse=read.lighthouse)
-            assert told(doctor.links(machine)) == ({} if listens else {"TORCHFT_LIGHTHOUSE": PROBLEM})
-
-
-def test_missing_backends_are_told() -> None:
-    assert told(doctor.links(dataclasses.replace(BARE, backends=frozenset()))) == {"torch.distributed": PROBLEM}
-    assert told(doctor.links(dataclasses.replace(PAIR, backends=frozenset({"gloo"})))) == {"nccl": PROBLEM}
+            assert told(checks.links(machine)) == ({} if listens else {"TORCHFT_LIGHTHOUSE": PROBLEM})
 
 
 @pytest.mark.parametrize(
@@ -175,60 +166,70 @@ def test_versions_below_what_is_asked_for(requirement: str, version: str | None,
     machine = dataclasses.replace(
         BARE, requirements=(requirement,), installed=installed_ | ({name: version} if version is not None else {})
     )
-    assert told(doctor.versions(machine)) == expected
+    assert told(checks.versions(machine)) == expected
 
 
 def test_every_requirement_of_polyshard_is_understood() -> None:
     requirements = tuple(importlib.metadata.requires("polyshard") or ())
     assert len(requirements) > 10
-    section = doctor.versions(dataclasses.replace(BARE, requirements=requirements))
+    section = checks.versions(dataclasses.replace(BARE, requirements=requirements))
     assert "requirements" not in {finding.about for finding in section.findings}
 
 
 def test_an_installation_that_is_not_what_is_imported() -> None:
-    assert told(doctor.versions(dataclasses.replace(BARE, installed={"torch": "2.13.0"}))) == {"polyshard": PROBLEM}
+    assert told(checks.versions(dataclasses.replace(BARE, installed={"torch": "2.13.0"}))) == {"polyshard": PROBLEM}
     other = {**BARE.installed, "polyshard": "99.0"}
-    assert "99.0 is installed" in only(doctor.versions(dataclasses.replace(BARE, installed=other))).what
+    assert "99.0 is installed" in only(checks.versions(dataclasses.replace(BARE, installed=other))).what
 
 
 def test_a_torch_that_does_not_serve_the_devices_there_are() -> None:
     plain = dataclasses.replace(BARE, nvidia_devices=2)
-    assert "without CUDA" in only(doctor.versions(plain)).what
+    assert "without CUDA" in only(checks.versions(plain)).what
     blind = dataclasses.replace(plain, cuda="13.0")
-    assert "sees no device" in only(doctor.versions(blind)).what
+    assert "sees no device" in only(checks.versions(blind)).what
 
 
 def test_devices_are_told_apart() -> None:
     apart = tuple(dataclasses.replace(device, peers=frozenset()) for device in PAIR.devices)
-    assert told(doctor.devices(dataclasses.replace(PAIR, devices=apart))) == {"peer access": HINT}
+    assert told(checks.devices(dataclasses.replace(PAIR, devices=apart))) == {"peer access": HINT}
     # Which is why nothing is copied; that alone is another matter.
     unreached = dataclasses.replace(PAIR, devices=apart, uncopied="device 0 cannot access device 1")
-    assert told(doctor.devices(unreached)) == {"peer access": HINT}
-    multicast = doctor.devices(dataclasses.replace(PAIR, uncopied="symmetric memory would set up multicast"))
+    assert told(checks.devices(unreached)) == {"peer access": HINT}
+    multicast = checks.devices(dataclasses.replace(PAIR, uncopied="symmetric memory would set up multicast"))
     assert only(multicast).what == "do not move units: symmetric memory would set up multicast"
     assert ("units from 64 MiB", "by NCCL") in multicast.facts
-    assert ("units from 64 MiB", "by copy engines, with collectives 'auto'") in doctor.devices(PAIR).facts
+    assert ("units from 64 MiB", "by copy engines, with collectives 'auto'") in checks.devices(PAIR).facts
     taken = dataclasses.replace(H200, free_nbytes=20 * GIB)
-    section = doctor.devices(dataclasses.replace(PAIR, devices=(taken, PAIR.devices[1])))
+    section = checks.devices(dataclasses.replace(PAIR, devices=(taken, PAIR.devices[1])))
     assert "120.0 GiB are taken already" in only(section).what
     old = Device("Tesla V100", (7, 0), 32 * GIB, 32 * GIB, frozenset({0}))
-    assert told(doctor.devices(dataclasses.replace(PAIR, devices=(H200, old)))) == {"cuda:1": HINT, "devices": HINT}
+    assert told(checks.devices(dataclasses.replace(PAIR, devices=(H200, old)))) == {"cuda:1": HINT, "devices": HINT}
+
+
+LOOPBACK = dataclasses.replace(BARE, host_addresses=("127.0.1.1", "::1"))
 
 
 @pytest.mark.parametrize(
-    ("machine", "expected"),
+    ("check", "machine", "expected"),
     [
-        (dataclasses.replace(BARE, open_files=1024), {"ulimit -n": HINT}),
-        (dataclasses.replace(BARE, open_files=None), {}),
-        (dataclasses.replace(BARE, shared_memory_nbytes=64 * 2**20), {"/dev/shm": HINT}),
-        (dataclasses.replace(PAIR, shared_memory_nbytes=64 * 2**20), {"/dev/shm": PROBLEM}),
-        (dataclasses.replace(PAIR, shared_memory_nbytes=None), {"/dev/shm": PROBLEM}),
-        (dataclasses.replace(BARE, locked_nbytes=8 * 2**20), {}),
-        (dataclasses.replace(BARE, locked_nbytes=8 * 2**20, infiniband=("mlx5_0",)), {"ulimit -l": HINT}),
+        (checks.limits, dataclasses.replace(BARE, open_files=1024), {"ulimit -n": HINT}),
+        (checks.limits, dataclasses.replace(BARE, open_files=None), {}),
+        (checks.limits, dataclasses.replace(BARE, shared_memory_nbytes=64 * 2**20), {"/dev/shm": HINT}),
+        (checks.limits, dataclasses.replace(PAIR, shared_memory_nbytes=64 * 2**20), {"/dev/shm": PROBLEM}),
+        (checks.limits, dataclasses.replace(PAIR, shared_memory_nbytes=None), {"/dev/shm": PROBLEM}),
+        (checks.limits, dataclasses.replace(BARE, locked_nbytes=8 * 2**20), {}),
+        (checks.limits, dataclasses.replace(BARE, locked_nbytes=8 * 2**20, infiniband=("ib",)), {"ulimit -l": HINT}),
+        (checks.links, dataclasses.replace(BARE, backends=frozenset()), {"torch.distributed": PROBLEM}),
+        (checks.links, dataclasses.replace(PAIR, backends=frozenset({"gloo"})), {"nccl": PROBLEM}),
+        (checks.links, LOOPBACK, {"host name": HINT}),
+        (checks.links, dataclasses.replace(BARE, host_addresses=()), {"host name": HINT}),
+        (checks.links, dataclasses.replace(LOOPBACK, environ={"GLOO_SOCKET_IFNAME": "eth0"}), {}),
     ],
 )
-def test_limits(machine: Machine, expected: dict[str, Level]) -> None:
-    assert told(doctor.limits(machine)) == expected
+def test_limits_backends_and_addresses(
+    check: Callable[[Machine], Section], machine: Machine, expected: dict[str, Level]
+) -> None:
+    assert told(check(machine)) == expected
 
 
 @pytest.mark.usefixtures("no_other_plugins")
@@ -240,7 +241,7 @@ def test_plugins_that_cannot_be_used_are_problems(tmp_path: Path, monkeypatch: p
     }
     install(tmp_path, "acme-ill", "1.0", offers, sources)
     monkeypatch.syspath_prepend(tmp_path)
-    section = doctor.plugins(installed(Group.OFFLOAD))
+    section = checks.plugins(installed(Group.OFFLOAD))
     assert told(section) == {
         "polyshard.offload torn (acme-ill)": PROBLEM,
         "polyshard.offload none (acme-ill)": HINT,
@@ -267,7 +268,7 @@ def test_ranks_that_hang_are_ended_and_what_they_did_is_told(tmp_path: Path) -> 
         "print('waiting for rank', settings['rank'], flush=True)\ntime.sleep(100)"
     )
     began = time.monotonic()
-    outcome = doctor.run_trial(PAIR_OF_RANKS, os.environ, limit_s=1.0, command=pretended(program))
+    outcome = trial.run_trial(PAIR_OF_RANKS, os.environ, limit_s=1.0, command=pretended(program))
     assert time.monotonic() - began < 60
     assert outcome.state is TrialState.HUNG
     assert outcome.stages == ("comparing", "training")
@@ -276,7 +277,7 @@ def test_ranks_that_hang_are_ended_and_what_they_did_is_told(tmp_path: Path) -> 
     for process in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
-    finding = only(doctor.trial_section([outcome]))
+    finding = only(trial.trial_section([outcome]))
     assert finding.level is PROBLEM
     # Longer on a busy machine.
     assert re.search(r"did not end within \d+ s \(rank 0: comparing, rank 1: training\)", finding.what)
@@ -291,31 +292,31 @@ def test_a_rank_that_dies_is_told_by_its_own_words() -> None:
         "note(stage='joining', difference=None)\n"
         "if settings['rank']: sys.exit('no route to host')\nprint('waiting', flush=True)\ntime.sleep(100)"
     )
-    outcome = doctor.run_trial(PAIR_OF_RANKS, os.environ, limit_s=60.0, command=pretended(program))
+    outcome = trial.run_trial(PAIR_OF_RANKS, os.environ, limit_s=60.0, command=pretended(program))
     assert (outcome.state, outcome.output) == (TrialState.FAILED, "no route to host")
     assert outcome.seconds < 50
-    assert "GLOO_SOCKET_IFNAME" in only(doctor.trial_section([outcome])).cure
+    assert "GLOO_SOCKET_IFNAME" in only(trial.trial_section([outcome])).cure
 
 
 @pytest.mark.parametrize(("difference", "state"), [(1e-15, TrialState.EQUAL), (0.25, TrialState.DIFFERENT)])
 def test_a_difference_from_the_unsharded_model_is_a_problem(difference: float, state: TrialState) -> None:
     program = f"note(stage='done', difference={difference} if settings['rank'] else 0.0)"
-    outcome = doctor.run_trial(PAIR_OF_RANKS, os.environ, limit_s=60.0, command=pretended(program))
+    outcome = trial.run_trial(PAIR_OF_RANKS, os.environ, limit_s=60.0, command=pretended(program))
     # Rank 0 alone is equal: the largest of all counts.
     assert (outcome.state, outcome.difference) == (state, difference)
-    assert only(doctor.trial_section([outcome])).level is (Level.FINE if state is TrialState.EQUAL else PROBLEM)
+    assert only(trial.trial_section([outcome])).level is (Level.FINE if state is TrialState.EQUAL else PROBLEM)
 
 
 def test_nccl_is_tried_where_two_devices_are() -> None:
-    assert [trial.title for trial in doctor.trials_for(BARE)] == ["2 ranks over gloo"]
-    assert [trial.title for trial in doctor.trials_for(PAIR)] == ["2 ranks over gloo", "2 ranks over nccl"]
+    assert [each.title for each in trial.trials_for(BARE)] == ["2 ranks over gloo"]
+    assert [each.title for each in trial.trials_for(PAIR)] == ["2 ranks over gloo", "2 ranks over nccl"]
     alone = dataclasses.replace(PAIR, devices=(H200,))
-    assert [trial.backend for trial in doctor.trials_for(alone)] == ["gloo"]
+    assert [each.backend for each in trial.trials_for(alone)] == ["gloo"]
 
 
 @pytest.mark.nightly
 def test_two_real_ranks_train_as_an_unsharded_model_does() -> None:
-    outcome = doctor.run_trial(PAIR_OF_RANKS, os.environ | {"OMP_NUM_THREADS": "1"}, limit_s=200.0)
+    outcome = trial.run_trial(PAIR_OF_RANKS, os.environ | {"OMP_NUM_THREADS": "1"}, limit_s=200.0)
     assert outcome.state is TrialState.EQUAL, outcome
     assert outcome.stages == ("done", "done")
     assert outcome.difference is not None

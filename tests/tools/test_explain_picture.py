@@ -85,28 +85,18 @@ def test_each_group_of_a_mesh_has_its_ranks(tmp_path: Path) -> None:
     assert "dp and replicas: 4 shards, 2 replicas" in words_in(tmp_path / "units.svg")
 
 
-SOURCE = """
-from torch import nn
-
-class Net(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(4, 4))
-"""
-
-
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    (tmp_path / "drawn_nets.py").write_text(SOURCE)
     (tmp_path / "run.toml").write_text('[shard]\npolicy = "always"\n')
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "drawn_nets", raising=False)
-    return ["explain", "run.toml", "--model", "drawn_nets:Net", "--world-size", "8", "--picture"]
+    model = ["--model", "torch.nn:Linear", "--model-args", "[4, 4]"]
+    return ["explain", "run.toml", *model, "--world-size", "8", "--picture"]
 
 
 @pytest.mark.slow
 def test_the_command_draws_beside_its_tables(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "units.svg"]) == 0
-    assert "0  Linear" in words_in(Path("units.svg"))
+    assert "(root)  Linear" in words_in(Path("units.svg"))
     assert "\nunit " in capsys.readouterr().out
 
 
@@ -125,7 +115,7 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_work(
 ) -> None:
     Path("folder.svg").mkdir()
     # The model is not there either, which would be noticed next.
-    command[:4] = [verb, "run.toml", "--model", "drawn_nets:Absent"]
+    command[:4] = [verb, "run.toml", "--model", "torch.nn:Absent"]
     assert main([*command, file]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

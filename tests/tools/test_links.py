@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -47,36 +46,6 @@ def test_a_fit_has_no_latency_below_none() -> None:
 def test_a_fit_without_growth_is_refused(timings: list[tuple[int, float]]) -> None:
     with pytest.raises(ConfigError, match="all_gather among 2 ranks"):
         fitted(Operation.ALL_GATHER, 2, timings)
-
-
-@pytest.mark.parametrize(
-    ("operation", "ranks", "received"),
-    [
-        (Operation.ALL_GATHER, 4, 750),
-        (Operation.REDUCE_SCATTER, 8, 875),
-        (Operation.ALL_REDUCE, 4, 1500),
-        (Operation.ALL_GATHER, 1, 0),
-    ],
-)
-def test_a_ring_brings_all_but_the_own_part(operation: Operation, ranks: int, received: int) -> None:
-    assert operation.received_nbytes(1000, ranks) == received
-
-
-@pytest.mark.parametrize(
-    ("members", "hosts"),
-    [
-        (range(8), 1),
-        (range(16), 2),
-        ([0, 8], 2),
-        (range(6, 10), 2),
-        (range(0, 8, 2), 1),
-        ([0], 1),
-        # Two dimensions of three: as many ranks as of the one between, further apart.
-        ([0, 1, 16, 17], 2),
-    ],
-)
-def test_groups_reach_over_hosts(members: Sequence[int], hosts: int) -> None:
-    assert Span(members).hosts(8) == hosts
 
 
 def test_the_named_links_give_the_times_that_they_were_fitted_to() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import polyshard
@@ -69,19 +70,17 @@ class Stage(nn.Module):
         return x if self.head is None or scale is None else (self.head(x) * scale).square().mean()
 
 
-def on_meta(number: int, stages: int) -> nn.Module:
+def on_meta(number: int, stages: int, kind: type[Stage] = Stage) -> nn.Module:
     with torch.device("meta"):
-        return Stage(number, stages)
-
-
-def of_several_tensors(number: int, stages: int) -> nn.Module:
-    with torch.device("meta"):
-        return Several(number, stages)
+        return kind(number, stages)
 
 
 class Several(Stage):
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Any:
         return x, x
+
+
+several = partial(on_meta, kind=Several)
 
 
 def config_of(**settings: Any) -> ShardConfig:
@@ -244,7 +243,7 @@ def test_thousands_of_ranks(stages: int) -> None:
             "world_size is 9, which 2 ranks of a pipeline do not divide",
         ),
         (
-            lambda: plan_pipeline(config_of(), of_several_tensors, 8, Pipeline(Order.GPIPE, 2, 4), batch=BATCH),
+            lambda: plan_pipeline(config_of(), several, 8, Pipeline(Order.GPIPE, 2, 4), batch=BATCH),
             "the forward of Several returned tuple, and is no last stage",
         ),
     ],

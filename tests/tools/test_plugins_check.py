@@ -208,16 +208,6 @@ def test_a_plugin_that_cannot_be_used_is_named_with_its_state(
     assert words in out
 
 
-def test_a_name_that_two_packages_share_is_ambiguous(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for distribution in ("acme-first", "acme-second"):
-        install(site, distribution, "1.0", [(POLICIES, "shared", "acme_check_shared:Mine")])
-    (site / "acme_check_shared.py").write_text(POLICY)
-    assert check("shared") == 2
-    out = capsys.readouterr().out
-    assert out.startswith("shared of polyshard.policies: ambiguous\n")
-    assert 'Choose one: "acme-first:shared" or "acme-second:shared"' in out
-
-
 def test_a_missing_pytest_is_named_with_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

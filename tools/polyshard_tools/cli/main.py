@@ -65,28 +65,30 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from polyshard import registry
     from polyshard.interfaces import Group
 
-    from .. import doctor
+    from ..doctor import checks, trial
+    from ..doctor.machine import read_machine
+    from ..doctor.report import Level, Report
 
-    machine = doctor.read_machine(dict(os.environ))
+    here = read_machine(dict(os.environ))
     installed = [plugin for group in Group for plugin in registry.installed(group)]
     sections = [
-        doctor.versions(machine),
-        doctor.devices(machine),
-        doctor.links(machine),
-        doctor.variables(machine),
-        doctor.plugins(installed),
-        doctor.limits(machine),
+        checks.versions(here),
+        checks.devices(here),
+        checks.links(here),
+        checks.variables(here),
+        checks.plugins(installed),
+        checks.limits(here),
     ]
     if not arguments.no_trial:
-        trials = doctor.trials_for(machine)
-        sections.append(doctor.trial_section([doctor.run_trial(each, os.environ, arguments.limit) for each in trials]))
-    report = doctor.Report(tuple(sections))
+        trials = trial.trials_for(here)
+        sections.append(trial.trial_section([trial.run_trial(each, os.environ, arguments.limit) for each in trials]))
+    report = Report(tuple(sections))
     if arguments.json:
         print_json(report.as_json())
     else:
-        inks = {doctor.Level.PROBLEM: Ink.RED, doctor.Level.HINT: Ink.YELLOW, doctor.Level.FINE: Ink.GREEN}
+        inks = {Level.PROBLEM: Ink.RED, Level.HINT: Ink.YELLOW, Level.FINE: Ink.GREEN}
         print("\n".join(report.lines(lambda level: inked(level.value, inks[level]))))
-    return 1 if report.level is doctor.Level.PROBLEM else 0
+    return 1 if report.level is Level.PROBLEM else 0
 
 
 def _trace(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,6 +96,14 @@ def plan_step(arguments: argparse.Namespace) -> int:
         batch, samples = _batch_of(arguments)
         device = find_device(arguments.device) if arguments.device else None
         memory = _memory_of(arguments.device_memory)
+        known: dict[str, Any] = {
+            "batch": batch,
+            "samples": samples,
+            "device": device,
+            "memory_nbytes": memory,
+            "links": find_links(arguments.links) if arguments.links else None,
+            "largest": batch is not None and (device is not None or memory is not None),
+        }
         stages: PipelinePlan | None = None
         if pipeline is not None:
             if batch is None:
@@ -104,29 +113,13 @@ def plan_step(arguments: argparse.Namespace) -> int:
                 lambda number, stages: model_of(arguments, number, stages),
                 world_size * pipeline.ranks,
                 pipeline,
-                batch=batch,
-                samples=samples,
                 optimizer=lambda: _optimizer_of(arguments.optimizer),
-                device=device,
-                memory_nbytes=memory,
-                links=find_links(arguments.links) if arguments.links else None,
-                largest=device is not None or memory is not None,
+                **known,
             )
             found = stages.worst
         else:
-            found = plan(
-                config,
-                model_of(arguments),
-                world_size,
-                batch=batch,
-                samples=samples,
-                microbatches=arguments.microbatches,
-                optimizer=_optimizer_of(arguments.optimizer),
-                device=device,
-                memory_nbytes=memory,
-                links=find_links(arguments.links) if arguments.links else None,
-                largest=batch is not None and (device is not None or memory is not None),
-            )
+            model, optimizer = model_of(arguments), _optimizer_of(arguments.optimizer)
+            found = plan(config, model, world_size, microbatches=arguments.microbatches, optimizer=optimizer, **known)
     if arguments.picture:
         draw(found, arguments.picture)
     if arguments.json:
