@@ -5,6 +5,7 @@ A program is a function of its number alone, so that one that fails is run again
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -177,7 +178,9 @@ class Program:
     world_size: int
     settings: dict[str, Any]
     """Of a configuration, but for the policy; ``front`` is who shards: ``polyshard.shard``, or FSDP2's drop-in,
-    which takes modules in pairs where they come ``together``."""
+    which takes modules in pairs where they come ``together``. Of FSDP's wrapper also the strategy of one block
+    (``inner``), whether its optimizer is made before (``early``) and has parameters ``grouped``, the ``order`` of
+    norms, and whether parameters are looked at between two forwards (``summons``)."""
     policy: str
     optimizer: str
     frozen: str | None
@@ -207,7 +210,7 @@ class Program:
         """Whether what is written into whole parameters stays: where nothing is copied."""
         if not self.wrapped or self.settings["offload"]:
             return False
-        return self.world_size == 1 or bool(self.settings["strategy"] == "NO_SHARD")
+        return self.world_size == 1 or "NO_SHARD" in (self.settings["strategy"], self.settings["inner"])
 
     @property
     def mixed(self) -> bool:
@@ -457,7 +460,14 @@ def draw_wrapped(number: int) -> Program:
         "offload": drawn.random() < 0.3,
         "backward_prefetch": drawn.choice((None, *BackwardPrefetch)),
         "forward_prefetch": drawn.random() < 0.5,
+        # Torch has no largest element of an empty gradient.
+        "order": drawn.choice((2.0, 1.0, 3.0, 2.0 if program.family is Family.SLIVERS else math.inf)),
+        "foreach": drawn.choice((None, True)),
+        "summons": drawn.random() < 0.5,
     }
+    # Of the third block, over the same ranks.
+    settings["inner"] = None if "HYBRID" in settings["strategy"] else drawn.choice((None, None, *strategies[1:4]))
+    settings |= {name: settings["use_orig_params"] and drawn.random() < 0.5 for name in ("grouped", "early")}
     # One tensor a unit is trained and frozen as a whole.
     flat = not settings["use_orig_params"]
     without = program.family is Family.SCALAR or (flat and program.family is Family.ADAPTED)
