@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from program_runs import QUIET, check_all, programs
+from program_checks import QUIET, check_all, programs
 
 pytestmark = [pytest.mark.slow, *QUIET]
 

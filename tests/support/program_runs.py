@@ -8,9 +8,8 @@ gradients and parameters are compared; in the end, whole parameters.
 from __future__ import annotations
 
 import copy
-import os
+import math
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -33,54 +32,29 @@ from polyshard_fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrateg
 from polyshard_fsdp._common_utils import clean_tensor_name
 from polyshard_fsdp.wrap import CustomPolicy
 from polyshard_fsdp2 import CPUOffloadPolicy, FSDPModule, fully_shard
+from program_models import Extra, Raising, Routed
 from random_programs import (
     ONE_REDUCTION,
     Event,
-    Extra,
     Program,
-    Raising,
-    Routed,
     Segment,
     Step,
     Turn,
     Use,
     Way,
-    draw_program,
     forwards_of,
-    smaller,
 )
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
-
-QUICK = 60
-_QUICK_CHUNK, _CHUNK = 10, 50
-#: ``POLYSHARD_PROGRAM=1020`` runs the program of that number alone, and prints it (pytest -s).
-_ONE = os.environ.get("POLYSHARD_PROGRAM")
-
-
-def programs(nightly: int) -> pytest.MarkDecorator:
-    """Cases ``(first, number)``: numbers of programs, of which ``QUICK`` are run by `make test`."""
-    rare = [pytest.mark.nightly, pytest.mark.timeout(600)]
-    cases: list[Any] = [(first, _QUICK_CHUNK) for first in range(0, QUICK, _QUICK_CHUNK)]
-    cases += [pytest.param(first, _CHUNK, marks=rare) for first in range(0, nightly, _CHUNK)]
-    return pytest.mark.parametrize(("first", "number"), cases if _ONE is None else [(int(_ONE), 1)])
-
-
-#: What the drawn settings are warned of, by torch and by us.
-QUIET = [
-    # Torch's word on a re-entrant checkpoint inside a re-entrant one, whose first forward runs without gradients.
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True"),
-    pytest.mark.filterwarnings("ignore:(polyshard|FSDP) is switching to use `NO_SHARD`"),
-    pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated"),
-    pytest.mark.filterwarnings("ignore:.* has both parameters with requires_grad=True and False"),
-]
 
 MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "momentum": lambda parameters, **options: torch.optim.SGD(
         parameters, lr=0.05, momentum=0.9, weight_decay=0.01, **options
     ),
     "adamw": lambda parameters, **options: torch.optim.AdamW(parameters, lr=1e-2, **options),
+    # Makes its state at once, from parameters of any size.
+    "adagrad": lambda parameters, **options: torch.optim.Adagrad(parameters, lr=0.1, **options),
 }
 
 
@@ -128,20 +102,21 @@ class Run:
         return model, self._optimizers(model)
 
     def _optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        kind, settings = self.program.optimizer, self.program.settings
+        kind, form = self.program.optimizer, self.program.form
         if kind == "muon":
             made: Any = exact(model)
             return list(made.optimizers)
         parameters: list[Any] = list(model.parameters())
         if kind.startswith("flat"):
             parameters = polyshard.flat_parameters(model) if self.sharded else parameters
-        elif settings.get("grouped"):
+        elif form == "groups":
             weights = {id(each) for name, each in model.named_parameters() if name.endswith("weight")}
             parameters = [
                 {"params": [each for each in parameters if id(each) in weights]},
                 {"params": [each for each in parameters if id(each) not in weights], "lr": 3e-3, "weight_decay": 0.1},
             ]
-        return [MAKERS[kind.removeprefix("flat ")](parameters, foreach=settings.get("foreach"))]
+        options = {form: True} if form in ("foreach", "fused") else {}
+        return [MAKERS[kind.removeprefix("flat ")](parameters, **options)]
 
     def _shard(self, model: nn.Module, *, front: str, **settings: Any) -> nn.Module:
         assert self._world is not None
@@ -413,15 +388,17 @@ class Run:
         """Clip gradients, ours or torch's, as the step says."""
         if step.clip is None:
             return
-        order = self.program.settings.get("order", 2.0)
+        order = self.program.order
         if self.program.wrapped and self.sharded:
             norm = cast("FullyShardedDataParallel", self.model).clip_grad_norm_(0.3, order)
-        elif step.clip == "polyshard" and self.sharded:
+        elif self.sharded and (step.clip == "polyshard" or math.isinf(order)):
+            # Torch has no largest element of a rank's part that is empty.
             norm = polyshard.clip_grad_norm_(self.model, 0.3, order)
         else:
             norm = torch.nn.utils.clip_grad_norm_(self._optimized(), 0.3, order)
         # Of no gradient at all, torch says so in float32.
-        self.seen.values.append(local(norm).double())
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.seen.values.append(whole.double())
 
     @property
     def _hides_sums(self) -> bool:
@@ -582,40 +559,3 @@ def check(program: Program, folder: Path) -> None:
     rtol = 1e-8 if program.optimizer == "muon" else 1e-10
     for _, whole in outcomes:
         torch.testing.assert_close(whole, parameters, rtol=rtol, atol=rtol / 10, equal_nan=True)
-
-
-def error_of(program: Program, folder: Path) -> BaseException | None:
-    """What ``program`` fails with; None where it does not."""
-    try:
-        check(program, folder)
-    except (Exception, pytest.fail.Exception) as error:
-        return error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return None
-
-
-def shrunk(program: Program, error: BaseException, folder: Path) -> tuple[Program, BaseException]:
-    """The smallest program with an error of that kind that is found by leaving out one thing after the other."""
-    for less in smaller(program):
-        found = error_of(less, folder)
-        if type(found) is type(error):
-            assert found is not None
-            return shrunk(less, found, folder)
-    return program, error
-
-
-def check_all(numbers: range, folder: Path, drawn: Callable[[int], Program] = draw_program) -> None:
-    """Run all programs; one failure names all that failed, and prints the first, shrunk."""
-    if _ONE is not None:
-        print(drawn(numbers[0]))
-    errors = {number: error_of(drawn(number), folder / str(number)) for number in numbers}
-    failed = {number: error for number, error in errors.items() if error is not None}
-    if failed:
-        first = next(iter(failed))
-        program, error = shrunk(drawn(first), failed[first], folder / "shrunk")
-        pytest.fail(
-            f"{len(failed)} of {len(numbers)} programs failed: {', '.join(map(str, failed))}. "
-            f"POLYSHARD_PROGRAM={first} runs the first alone. What is left of it:\n{program}\n"
-            f"{type(error).__name__}: {error}"
-        )
