@@ -86,7 +86,7 @@ def _accumulates(rank: int, mesh: tuple[int, ...], setter: str, chosen: str) -> 
     [
         ("set_requires_all_reduce", "one_block"),
         pytest.param("set_requires_all_reduce", "outermost", marks=pytest.mark.nightly),
-        pytest.param("set_requires_gradient_sync", "embedding", marks=pytest.mark.nightly),
+        ("set_requires_gradient_sync", "embedding"),
     ],
 )
 def test_over_replicas(ranks: KeptRanks, setter: str, chosen: str) -> None:

@@ -10,6 +10,6 @@ from program_checks import QUIET, check_all, programs
 pytestmark = [pytest.mark.slow, *QUIET]
 
 
-@programs(nightly=2000)
+@programs(usual=120, nightly=2000)
 def test_training_is_right_or_every_rank_is_told(first: int, number: int, tmp_path: Path) -> None:
     check_all(range(first, first + number), tmp_path)

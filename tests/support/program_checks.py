@@ -13,17 +13,16 @@ import pytest
 from program_runs import check
 from random_programs import Family, Program, Segment, Turn, Use, draw_program
 
-QUICK = 60
-_QUICK_CHUNK, _CHUNK = 10, 50
+_CHUNK, _RARE_CHUNK = 10, 50
 #: ``POLYSHARD_PROGRAM=1020`` runs the program of that number alone, and prints it (pytest -s).
 _ONE = os.environ.get("POLYSHARD_PROGRAM")
 
 
-def programs(nightly: int) -> pytest.MarkDecorator:
-    """Cases ``(first, number)``: numbers of programs, of which ``QUICK`` are run by `make test`."""
+def programs(usual: int, nightly: int) -> pytest.MarkDecorator:
+    """Cases ``(first, number)``: numbers of programs, of which the first ``usual`` ones are run by `make test`."""
     rare = [pytest.mark.nightly, pytest.mark.timeout(600)]
-    cases: list[Any] = [(first, _QUICK_CHUNK) for first in range(0, QUICK, _QUICK_CHUNK)]
-    cases += [pytest.param(first, _CHUNK, marks=rare) for first in range(0, nightly, _CHUNK)]
+    cases: list[Any] = [(first, _CHUNK) for first in range(0, usual, _CHUNK)]
+    cases += [pytest.param(first, _RARE_CHUNK, marks=rare) for first in range(0, nightly, _RARE_CHUNK)]
     return pytest.mark.parametrize(("first", "number"), cases if _ONE is None else [(int(_ONE), 1)])
 
 

@@ -114,6 +114,7 @@ class Run:
             parameters = [
                 {"params": [each for each in parameters if id(each) in weights]},
                 {"params": [each for each in parameters if id(each) not in weights], "lr": 3e-3, "weight_decay": 0.1},
+                {"params": [], "weight_decay": 0.0},
             ]
         options = {form: True} if form in ("foreach", "fused") else {}
         return [MAKERS[kind.removeprefix("flat ")](parameters, **options)]
