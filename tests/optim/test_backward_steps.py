@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import polyshard
@@ -161,6 +162,21 @@ def test_parameters_on_the_host_are_stepped_when_the_backward_returns_and_gradie
             torch.testing.assert_close(local(each.detach()), moved, rtol=1e-12, atol=1e-12)
 
     on_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("settings", [{"strategy": "hybrid_shard", "shard_size": 2}, {}])
+def test_microbatches_that_replicas_add_up_later_are_accumulated(settings: dict[str, Any]) -> None:
+    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
+        losses = []
+        for part in range(3):
+            waits = polyshard.no_all_reduce(model) if part < 2 and is_sharded(model) else nullcontext()
+            with waits:
+                loss = model(draw(4, 3, turn=3 * turn + part, rank=rank)).square().mean()
+                loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    assert_parity(seeded(Net), step, 4, turns=2, optimizer=in_backward(adam), settings={**OFFLOADED, **settings})
 
 
 def test_schedulers_state_and_another_optimizer_go_on() -> None:
