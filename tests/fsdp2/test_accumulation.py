@@ -36,7 +36,6 @@ CHOICES: dict[str, Callable[[Any, Callable[..., None]], None]] = {
     "all": lambda model, call: call(model),
     "outermost": lambda model, call: call(model, recurse=False),
     "one_block": lambda model, call: call(model.blocks[1]),
-    "embedding": lambda model, call: call(model.embedding, recurse=False),
 }
 
 
@@ -86,7 +85,7 @@ def _accumulates(rank: int, mesh: tuple[int, ...], setter: str, chosen: str) -> 
     [
         ("set_requires_all_reduce", "one_block"),
         pytest.param("set_requires_all_reduce", "outermost", marks=pytest.mark.nightly),
-        ("set_requires_gradient_sync", "embedding"),
+        ("set_requires_gradient_sync", "outermost"),
     ],
 )
 def test_over_replicas(ranks: KeptRanks, setter: str, chosen: str) -> None:
