@@ -100,7 +100,7 @@ def _steps(pick: random.Random, settings: list[tuple[str, Any]]) -> dict[str, An
 
 
 #: What `make test` runs.
-SEEDS = [4, 8, 23, 36, 41, 75, 78, 85, 90, 93]
+SEEDS = [4, 8, 23, 36, 41, 68, 75, 78, 85, 93]
 
 
 @pytest.mark.slow
