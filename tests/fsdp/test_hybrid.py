@@ -18,10 +18,8 @@ from polyshard_fsdp import MixedPrecision, ShardingStrategy
 from polyshard_fsdp._init_utils import _init_intra_and_inter_node_groups
 from polyshard_fsdp.wrap import ModuleWrapPolicy
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
-GROUPS = ["tuple", "mesh", "world"]
 
 
 @functools.cache
@@ -31,31 +29,6 @@ def pair_of_groups(world_size: int) -> tuple[Any, Any]:
     assert group is not None
     assert group.size() == world_size
     return _init_intra_and_inter_node_groups(group, 2)
-
-
-@functools.cache
-def square_mesh(device_type: str) -> Any:
-    """Two replicas of two shards."""
-    return init_device_mesh(device_type, (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
-def hybrid(
-    ranks: Ranks, model: nn.Module, strategy: ShardingStrategy, groups: str, use_orig_params: bool, **kwargs: Any
-) -> FSDP:
-    """``model`` with every linear layer a unit, over groups of the given kind."""
-    places: dict[str, Any] = {}
-    if groups == "tuple":
-        places["process_group"] = pair_of_groups(ranks.world_size)
-    elif groups == "mesh":
-        places["device_mesh"] = square_mesh(ranks.device.type)
-    return FSDP(
-        model,
-        sharding_strategy=strategy,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        use_orig_params=use_orig_params,
-        **places,
-        **kwargs,
-    )
 
 
 def net(ranks: Ranks) -> Any:
@@ -73,36 +46,19 @@ def batch(ranks: Ranks, step: int) -> torch.Tensor:
 
 
 @across(4)
-@subtests(strategy=HYBRID, groups=GROUPS, use_orig_params=[False, True])
-def test_parity_with_ddp(ranks: Ranks, strategy: ShardingStrategy, groups: str, use_orig_params: bool) -> None:
-    """Losses and parameters of every hybrid strategy are DDP's, and groups are what was asked for."""
-    reference = ddp(ranks, net(ranks))
-    model = hybrid(ranks, net(ranks), strategy, groups, use_orig_params)
-    shards = 2 if groups != "world" else ranks.world_size
-    assert dist.get_world_size(model.process_group) == model.world_size == shards
-    assert dist.get_world_size(model._inter_node_pg) == ranks.world_size // shards
-    assert all(each.process_group is model.process_group for each in FSDP.fsdp_modules(model))
-    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (reference, model)]
-    for step in range(2):
-        losses = []
-        for each, optimizer in zip((reference, model), optimizers, strict=True):
-            loss = each(batch(ranks, step)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        torch.testing.assert_close(losses[1], losses[0])
-    for (name, mine), theirs in zip(full_parameters(model).items(), reference.module.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs.detach(), msg=f"{name}: {{}}".format)
-
-
-@across(4)
 @subtests(strategy=HYBRID, use_orig_params=[False, True])
 def test_mixed_precision(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """bfloat16 compute with float32 reduction comes to what a model in bfloat16 gives, averaged in float32."""
     masters = net(ranks)
     policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = hybrid(ranks, net(ranks), strategy, "tuple", use_orig_params, mixed_precision=policy)
+    model = FSDP(
+        net(ranks),
+        pair_of_groups(ranks.world_size),
+        strategy,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        mixed_precision=policy,
+        use_orig_params=use_orig_params,
+    )
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (masters, model)]
     for step in range(2):
         low = net(ranks).to(torch.bfloat16)

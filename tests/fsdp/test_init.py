@@ -83,6 +83,12 @@ def test_groups_are_those_that_the_arguments_name(ranks: Ranks) -> None:
         assert (instance.rank, instance.world_size) == (ranks.rank % 2, 2)
         assert instance.sharding_strategy is hybrid
 
+    model = fsdp(
+        nn.Sequential(nn.Linear(2, 2)).to(ranks.device), None, hybrid, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+    )
+    # All ranks are of one host.
+    assert [dist.get_world_size(each) for each in (model.process_group, model._inter_node_pg)] == [4, 1]
+
     square = init_device_mesh(ranks.device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fsdp(nn.Linear(2, 2, device=ranks.device), sharding_strategy=hybrid, device_mesh=square)
     assert model.process_group is square.get_group("shard")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import warnings
 from typing import Any
 
 import pytest
@@ -17,222 +15,96 @@ from fsdp_parity.mixed_models import (
     MP_ONLY_PARAM_AND_BUFFER,
     MP_ONLY_REDUCE,
     BatchNormNet,
+    Buffered,
     CastReference,
-    ForwardChecks,
-    LinearMixedPrecision,
     assert_all_near,
     assert_near,
     checked_reduce_scatter,
     is_sharded,
     joined,
     nested_model,
-    simple_model,
     whole_gradients,
     whole_parameters,
 )
 from fsdp_parity.models import CUDAInitMode, FSDPInitMode, TransformerWithSharedParams, wrap_fsdp
-from fsdp_parity.ranks import Pools, Ranks, across
+from fsdp_parity.ranks import Ranks, across
 from fsdp_parity.subtests import subtests
 from parity import chain, seed_all
 from polyshard_fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp._common_utils import clean_tensor_name
-from polyshard_fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-_STEPS = 2
-#: Enough for the default loss scale, which is infinite in fp16, to be halved until a step is taken.
-_STEPS_WITH_SCALER = 6
-_LEARNING_RATE = 1e-3
-
 
 @pytest.mark.parametrize("world_size", [2, 1])
-@pytest.mark.parametrize("strategy", [ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD])
 @across()
-def test_mixed_precision(ranks: Ranks, strategy: ShardingStrategy) -> None:
-    """``end_to_end`` in the case where all dtypes differ."""
-    _end_to_end(ranks, MP_ALL_DIFFERENT, True, torch.float64, False, (False, None), 2, strategy)
-
-
 @subtests(
     mixed_precision=(MP_ALL, MP_ONLY_REDUCE, MP_ONLY_PARAM_AND_BUFFER, MP_NONE, MP_ALL_DIFFERENT),
+    strategy=(ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP),
     offload=(True, False),
     full_dtype=(torch.float32, torch.float64),
-    with_scaler=(True, False),
     prefetch=list(
         itertools.product((False, True), (None, BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST))
     ),
-    layers=(1, 2),
 )
-def end_to_end(ranks: Ranks, **case: Any) -> None:
-    """Dtypes and values of inputs, parameters, buffers, gradients and state dicts while a model trains."""
-    _end_to_end(ranks, **case)
-
-
-def _end_to_end(
+def test_mixed_precision(
     ranks: Ranks,
     mixed_precision: MixedPrecision,
+    strategy: ShardingStrategy,
     offload: bool,
     full_dtype: torch.dtype,
-    with_scaler: bool,
     prefetch: tuple[bool, BackwardPrefetch | None],
-    layers: int,
-    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
 ) -> None:
-    settings = {
-        "sharding_strategy": strategy,
-        "cpu_offload": CPUOffload(offload_params=offload),
-        "mixed_precision": mixed_precision,
-        "forward_prefetch": prefetch[0],
-        "backward_prefetch": prefetch[1],
-    }
-    _EndToEnd(ranks, mixed_precision, full_dtype, layers, settings).train(with_scaler)
+    """Dtypes of what computes, is reduced and is kept in two units, and the numbers of a model cast by hand."""
+    seed_all(0)
+    layers = [Buffered(full_dtype, f"buffer{index}") for index in range(2)]
+    reference = CastReference(nn.Sequential(*layers).to(ranks.device), mixed_precision)
+    model: Any = nested_model(
+        layers,
+        ranks.device,
+        sharding_strategy=strategy,
+        cpu_offload=CPUOffload(offload_params=offload),
+        mixed_precision=mixed_precision,
+        forward_prefetch=prefetch[0],
+        backward_prefetch=prefetch[1],
+    )
+    compute_dtype = mixed_precision.param_dtype or full_dtype
+    reduce_dtype = mixed_precision.reduce_dtype or compute_dtype
+    coarsest = max(compute_dtype, reduce_dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    computed_with: list[torch.dtype] = []
 
+    def look(module: Buffered, args: tuple[torch.Tensor]) -> None:
+        assert module.lin.weight.shape == (10, 10)
+        computed_with.extend((args[0].dtype, module.lin.weight.dtype, getattr(module, module.buffer_name).dtype))
 
-class _EndToEnd:
-    """One model, trained beside its reference."""
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        mixed_precision: MixedPrecision,
-        full_dtype: torch.dtype,
-        layers: int,
-        settings: dict[str, Any],
-    ) -> None:
-        seed_all(0)
-        linears = [LinearMixedPrecision(full_dtype, f"buffer{index}") for index in range(layers)]
-        self.ranks = ranks
-        self.mixed_precision = mixed_precision
-        self.full_dtype = full_dtype
-        self.compute_dtype = mixed_precision.param_dtype or full_dtype
-        reduce_dtype = mixed_precision.reduce_dtype or self.compute_dtype
-        self.coarsest = max(self.compute_dtype, reduce_dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        self.buffers = {linear.buffer_name: getattr(linear, linear.buffer_name).clone() for linear in linears}
-        plain = nn.Sequential(*(copy.deepcopy(linear.lin) for linear in linears)).to(ranks.device)
-        self.reference = CastReference(plain, mixed_precision)
-        self.checks = ForwardChecks(ranks.world_size)
-        self.model: Any = (
-            simple_model(linears[0], ranks.device, **settings)
-            if layers == 1
-            else nested_model(linears, ranks.device, **settings)
-        )
-        if not settings["cpu_offload"].offload_params:
-            self.model.to(ranks.device)
-        self.units = FSDP.fsdp_modules(self.model)
-        assert len(self.units) == layers
-
-    def train(self, with_scaler: bool) -> None:
-        """Steps of Adam; the reference takes the same ones, and leaves out the same ones."""
-        scaler = ShardedGradScaler(device=self.ranks.device.type, enabled=with_scaler)
-        optimizer = torch.optim.Adam(self.model.parameters(), lr=_LEARNING_RATE)
-        reference_optimizer = torch.optim.Adam(self.reference.module.parameters(), lr=_LEARNING_RATE)
-        scale = scaler.get_scale() if with_scaler else 1.0
-        steps = _STEPS_WITH_SCALER if with_scaler else _STEPS
-        taken = 0
-        with checked_reduce_scatter(self.mixed_precision, self.full_dtype) as log:
-            for step in range(steps):
-                optimizer.zero_grad()
-                gradients = self._forward_backward(step, scaler, scale)
-                finite = all(bool(value.isfinite().all()) for value in gradients.values())
-                if finite:
-                    self._check_gradients(gradients)
-                    self.reference.give({name: value / scale for name, value in gradients.items()})
-                    reference_optimizer.step()
-                    taken += 1
-                else:
-                    scale /= 2
-                scaler.step(optimizer)
-                scaler.update()
-                assert not with_scaler or scaler.get_scale() == scale
-                self._check_between_steps(finite)
-            assert log.calls == (steps * len(self.units) if any(map(is_sharded, self.units)) else 0)
-        assert taken >= 1, "the scale never became small enough for a step"
-        assert with_scaler or taken == steps
-        assert self.checks.forwards == steps * len(self.units)
-
-    def _forward_backward(self, step: int, scaler: ShardedGradScaler, scale: float) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(100 * step + self.ranks.rank)
-        x = torch.randn(3, 10, generator=generator, dtype=self.full_dtype).to(self.ranks.device)
-        output, *_ = self.model((x, self.checks, self.model, self.mixed_precision, self.full_dtype))
-        self._check_buffers()
-        self._check_low_precision_shards()
-        expected = self.reference(x)
-        assert output.dtype == expected.dtype
-        assert_near(output, expected, self.compute_dtype, f"output of step {step}")
-        loss = scaler.scale(output.sum())
-        assert loss.dtype == self.compute_dtype, f"the loss is {loss.dtype}"
-        loss.backward()
-        self._check_buffers()
-        self._check_low_precision_shards()
-        for parameter in self.model.parameters():
-            assert parameter.dtype == self.full_dtype
-            if parameter.grad is not None:
-                assert parameter.grad.dtype == self.full_dtype
-        # A 0-D fp16 loss times a 0-D fp32 scale is fp32, and goes back to fp16: there the default scale is infinite.
-        factor = torch.tensor(scale, device=self.ranks.device)
-        (expected.sum() * factor).to(expected.dtype).backward()
-        return self.reference.gradients(self.ranks)
-
-    def _check_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
-        # One weight a unit, in the order of the layers; the root, which owns the last one, comes first.
-        units = [*self.units[1:], self.units[0]]
-        for unit, (name, expected) in zip(units, gradients.items(), strict=True):
-            (flat,) = unit.params
-            whole = joined(flat.grad, expected, self.ranks, cut=is_sharded(unit))
-            assert_near(whole, expected.flatten(), self.coarsest, f"gradient of layer {name}")
-
-    def _check_buffers(self) -> None:
-        for name, buffer in self.model.named_buffers():
-            assert buffer.dtype == (self.mixed_precision.buffer_dtype or BUFFER_DTYPE), f"{name} is {buffer.dtype}"
-            assert buffer.device == self.ranks.device, f"{name} is on {buffer.device}"
-
-    def _check_low_precision_shards(self) -> None:
-        for unit in self.units:
-            for flat in unit.params:
-                if self.mixed_precision.param_dtype is None:
-                    assert not hasattr(flat, "_mp_shard")
-                else:
-                    assert flat._mp_shard.untyped_storage().size() == 0
-
-    def _check_between_steps(self, stepped: bool) -> None:
-        expected = dict(zip(self._weights(), self.reference.module.parameters(), strict=True))
-        # Adam divides a gradient by its size, so the smaller it is, the more of a step its rounding is worth.
-        eps = torch.finfo(self.coarsest).eps
-        allowed = stepped * min(0.1, 16_000 * eps) * _LEARNING_RATE + 16 * torch.finfo(self.full_dtype).eps
-        with FSDP.summon_full_params(self.model):
-            self._check_low_precision_shards()
-            parameters = {clean_tensor_name(name): value for name, value in self.model.named_parameters()}
-            assert set(parameters) == set(expected)
-            for name, value in expected.items():
-                assert parameters[name].dtype == self.full_dtype
-                torch.testing.assert_close(parameters[name].to(value.device), value, rtol=0.0, atol=allowed)
-            shown = {name: value.detach().clone() for name, value in parameters.items()}
-            # Nothing but a state dict gives buffers their own dtype back.
-            self._check_buffers()
-            buffers = {clean_tensor_name(name) for name, _ in self.model.named_buffers()}
-        with warnings.catch_warnings():
-            # Said of a model that is not cut at all, as it is on one rank.
-            warnings.filterwarnings("ignore", message=".*full_state_dict will be returned")
-            state = {name: value.clone() for name, value in self.model.state_dict().items()}
-        assert set(state) == set(expected) | buffers
-        stored_as = self.mixed_precision.buffer_dtype or BUFFER_DTYPE
-        for name, value in state.items():
-            if name in buffers:
-                original = self.buffers[name.rpartition(".")[2]]
-                assert value.dtype == BUFFER_DTYPE, f"{name} is {value.dtype} in the state dict"
-                assert_near(value, original, stored_as, name, ulps=1)
-            else:
-                assert value.dtype == self.full_dtype, f"{name} is {value.dtype} in the state dict"
-                assert torch.equal(value.cpu(), shown[name].cpu())
-        self._check_buffers()
-        # The next step starts from what this one really left, so that no rounding adds up.
-        masters = self.reference.module.named_parameters()
-        self.reference.load({key: shown[name] for (key, _), name in zip(masters, self._weights(), strict=True)})
-
-    def _weights(self) -> list[str]:
-        return ["lin.weight"] if len(self.units) == 1 else ["0.lin.weight", "1.lin.weight"]
+    for layer in layers:
+        layer.register_forward_pre_hook(look)
+    with checked_reduce_scatter(mixed_precision, full_dtype) as log:
+        for step in range(2):
+            generator = torch.Generator().manual_seed(100 * step + ranks.rank)
+            x = torch.randn(3, 10, generator=generator, dtype=full_dtype).to(ranks.device)
+            output, expected = model(x), reference(x)
+            assert output.dtype == compute_dtype
+            assert_near(output, expected, compute_dtype, f"output of step {step}")
+            output.sum().backward()
+            expected.sum().backward()
+            for parameter in model.parameters():
+                assert parameter.dtype == full_dtype
+                assert parameter.grad is None or parameter.grad.dtype == full_dtype
+            for unit in FSDP.fsdp_modules(model):
+                (flat,) = unit.params
+                # Of what was cast nothing stays between steps.
+                assert mixed_precision.param_dtype is None or flat._mp_shard.untyped_storage().size() == 0
+            assert_all_near(whole_gradients(model), reference.gradients(ranks), coarsest, f"gradients of step {step}")
+            reference.load(whole_parameters(model))
+            model.zero_grad()
+    units = FSDP.fsdp_modules(model)
+    assert log.calls == (2 * len(units) if any(map(is_sharded, units)) else 0)
+    buffer_dtype = mixed_precision.buffer_dtype or BUFFER_DTYPE
+    assert computed_with == [compute_dtype, compute_dtype, buffer_dtype] * 4
+    for name, buffer in model.named_buffers():
+        assert (buffer.dtype, buffer.device) == (buffer_dtype, ranks.device), name
 
 
 @pytest.mark.parametrize(
@@ -270,7 +142,7 @@ def test_embedding(ranks: Ranks, mixed_precision: MixedPrecision) -> None:
             reference.load(before)
             expected = model.get_loss(x, reference(*x))
             assert_near(loss, expected, compute_dtype, f"loss of step {step}")
-            sharded.module.run_backward(loss)
+            loss.backward()
             expected.backward()
             optimizer.step()
             after = whole_parameters(sharded)
@@ -414,7 +286,3 @@ def test_gradients_of_inputs(ranks: Ranks, strategy: ShardingStrategy, use_orig_
     assert_near(x.grad, y.grad, torch.float16, "gradient of the input")
     gradients = reference.gradients(ranks)
     assert_all_near(whole_gradients(sharded), gradients, torch.float16, "gradients")
-
-
-def test_mixed_precision_e2e_full_shard(ranks: Pools) -> None:
-    ranks.run(2, end_to_end)

@@ -12,10 +12,9 @@ import torch
 from fsdp_parity.mixed_models import (
     BUFFER_DTYPE,
     MP_ALL,
+    Buffered,
     CastReference,
     ExpectsDtype,
-    ForwardChecks,
-    LinearMixedPrecision,
     MakesAnInput,
     ModelWithIgnoredModule,
     TransformerWithAverage,
@@ -105,7 +104,7 @@ def test_full_precision_losses_in_eval(ranks: Ranks, cast_forward_inputs: bool, 
         torch.manual_seed(7)
         expected = model.get_loss(x, reference(*x))
         assert_near(loss, expected, torch.float16, "training loss")
-        model.run_backward(loss)
+        loss.backward()
         expected.backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         assert gradients
@@ -133,15 +132,14 @@ def test_full_precision_buffers_in_eval(ranks: Ranks, cast_forward_inputs: bool,
             cast_forward_inputs=cast_forward_inputs,
         )
         torch.manual_seed(0)
-        linears = [LinearMixedPrecision(torch.float32, f"buffer{i}", run_checks=False) for i in range(2)]
+        linears = [Buffered(torch.float32, f"buffer{i}") for i in range(2)]
         originals = {linear.buffer_name: getattr(linear, linear.buffer_name).clone() for linear in linears}
         reference = CastReference(nn.Sequential(*(linear.lin for linear in linears)), mixed_precision)
         reference.module.to(ranks.device)
         model: Any = nested_model(linears, ranks.device, mixed_precision=mixed_precision)
         x = torch.randn(3, 10, generator=torch.Generator().manual_seed(1 + ranks.rank)).to(ranks.device)
-        packed = (x, ForwardChecks(ranks.world_size), model, mixed_precision, torch.float32)
 
-        output, *_ = model(packed)
+        output = model(x)
         assert _buffer_dtypes(model) == {torch.float16}
         assert_near(output, reference(x), torch.float16, "output in training")
 
@@ -153,7 +151,7 @@ def test_full_precision_buffers_in_eval(ranks: Ranks, cast_forward_inputs: bool,
             for child in (model[0], model[1])
         ]
         model.eval()
-        output, *_ = model(packed)
+        output = model(x)
         assert in_forward == [{eval_dtype}, {eval_dtype}]
         assert _buffer_dtypes(model) == {eval_dtype}
         expected = reference(x, low=not full)
@@ -166,7 +164,7 @@ def test_full_precision_buffers_in_eval(ranks: Ranks, cast_forward_inputs: bool,
             hook.remove()
 
         model.train()
-        output, *_ = model(packed)
+        output = model(x)
         assert _buffer_dtypes(model) == {torch.float16}
         assert_near(output, reference(x), torch.float16, "output in training again")
 
@@ -199,7 +197,7 @@ def test_full_precision_reduction_in_eval(ranks: Ranks, cast_forward_inputs: boo
         with checked_reduce_scatter(mixed_precision, torch.float32, low=not full) as log:
             x = model.get_input(ranks.device)
             loss = model.get_loss(x, model(*x))
-            model.run_backward(loss)
+            loss.backward()
         # Two encoder layers, two decoder layers, and the root.
         assert log.calls == 5
         expected = model.get_loss(x, reference(*x, low=not full))

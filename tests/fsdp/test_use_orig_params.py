@@ -5,20 +5,19 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_parity.models import CUDAInitMode, FSDPInitMode, TransformerWithSharedParams, wrap_fsdp
-from fsdp_parity.ranks import Pools, Ranks, across
+from fsdp_parity.models import wrap_fsdp
+from fsdp_parity.ranks import Ranks, across
 from fsdp_parity.subtests import subtests
-from fsdp_parity.training import STRATEGIES, HostStep, assert_same_parameters, ddp, full_parameters, plain_transformer
-from polyshard_fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
+from fsdp_parity.training import ddp, full_parameters
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from polyshard_fsdp import MixedPrecision, ShardingStrategy, StateDictType
 from polyshard_fsdp._common_utils import clean_tensor_name
 from polyshard_fsdp._flat_param import _FSDP_USE_FULL_PREC_IN_EVAL
 from polyshard_fsdp._init_utils import NO_RESHARD_AFTER_FORWARD_STRATEGIES
@@ -27,100 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 NUM_SIZE0_TENSORS = 1000
-
-
-@dataclass
-class _Trio:
-    """FSDP without and with original parameters, and DDP, all of the same transformer, each with its optimizer."""
-
-    models: tuple[Any, Any, Any]
-    optimizers: list[torch.optim.Optimizer | HostStep]
-
-    def run(self, model_input: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """All three outputs, which agree."""
-        outputs = [model(*model_input) for model in self.models]
-        for other in outputs[1:]:
-            torch.testing.assert_close(other, outputs[0])
-        return outputs
-
-    def step(self, outputs: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Backward from the sum of each model's outputs, and its optimizer's step."""
-        losses = [torch.stack([output.sum() for output in of_one]).sum() for of_one in zip(*outputs, strict=True)]
-        for other in losses[1:]:
-            torch.testing.assert_close(other, losses[0])
-        for model, loss in zip(self.models, losses, strict=True):
-            model.module.run_backward(loss)
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def assert_same(self) -> None:
-        """Inside ``summon_full_params`` names and values of both sharded models are the same, and DDP's."""
-        flat, original, reference = self.models
-        with FSDP.summon_full_params(flat), FSDP.summon_full_params(original):
-            for (name, mine), (theirs_name, theirs) in zip(
-                flat.named_parameters(), original.named_parameters(), strict=True
-            ):
-                assert name == theirs_name
-                torch.testing.assert_close(mine, theirs)
-            assert_same_parameters(dict(original.named_parameters()), dict(reference.module.named_parameters()))
-
-
-def _trio(ranks: Ranks, strategy: str, offload_params: bool) -> _Trio:
-    def wrapped(use_orig_params: bool) -> FSDP:
-        settings = {
-            "sharding_strategy": STRATEGIES[strategy],
-            "cpu_offload": CPUOffload(offload_params=offload_params),
-            "use_orig_params": use_orig_params,
-        }
-        model: FSDP = TransformerWithSharedParams.init(
-            ranks.group,
-            FSDPInitMode.RECURSIVE,
-            CUDAInitMode.CUDA_BEFORE,
-            settings,
-            deterministic=True,
-            device=ranks.device,
-        )
-        return model
-
-    # Broadcasting buffers before the second forward would change what the first one saved.
-    models = (wrapped(False), wrapped(True), ddp(ranks, plain_transformer(ranks), broadcast_buffers=False))
-    optimizers: list[torch.optim.Optimizer | HostStep] = [_adam(model) for model in models]
-    if offload_params:
-        optimizers[2] = HostStep(models[2].module, _adam)
-    return _Trio(models, optimizers)
-
-
-def _adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), foreach=False, lr=1e-2)
-
-
-@subtests(strategy=["full_shard", "shard_grad_op"])
-def multiple_forward(ranks: Ranks, offload_params: bool, strategy: str) -> None:
-    """Two forwards before one backward."""
-    trio = _trio(ranks, strategy, offload_params)
-    for _ in range(2):
-        first = trio.models[0].get_input(ranks.device)
-        second = tuple(tokens + torch.ones_like(tokens) for tokens in trio.models[0].get_input(ranks.device))
-        trio.zero_grad()
-        trio.step([trio.run(first), trio.run(second)])
-    trio.assert_same()
-
-
-@subtests(strategy=["full_shard", "shard_grad_op"])
-def summon_between_two_forwards(ranks: Ranks, offload_params: bool, strategy: str) -> None:
-    """A forward, a look at the whole parameters, another forward, and one backward."""
-    trio = _trio(ranks, strategy, offload_params)
-    for _ in range(2):
-        trio.zero_grad()
-        first = trio.run(trio.models[0].get_input(ranks.device))
-        trio.assert_same()
-        second = trio.run(trio.models[0].get_input(ranks.device))
-        trio.step([first, second])
-    trio.assert_same()
+STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 
 
 class _TwoLinears(nn.Module):
@@ -148,22 +54,22 @@ class _TwoLinears(nn.Module):
 
 
 @across(2)
-@subtests(strategy=["no_shard", "full_shard", "shard_grad_op"])
-def test_access_params_after_forward(ranks: Ranks, strategy: str) -> None:
+@subtests(strategy=STRATEGIES)
+def test_access_params_after_forward(ranks: Ranks, strategy: ShardingStrategy) -> None:
     """Between forward and backward a parameter is this rank's shard, or whole where nothing was resharded."""
     plain = _TwoLinears().to(ranks.device)
     reference = ddp(ranks, plain)
     model = wrap_fsdp(
         _TwoLinears().to(ranks.device),
-        sharding_strategy=STRATEGIES[strategy],
+        sharding_strategy=strategy,
         auto_wrap_policy=always_wrap_policy,
         use_orig_params=True,
     )
     optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (reference, model)]
 
     def assert_shards(between_forward_and_backward: bool) -> None:
-        whole = STRATEGIES[strategy] is ShardingStrategy.NO_SHARD or (
-            between_forward_and_backward and STRATEGIES[strategy] in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+        whole = strategy is ShardingStrategy.NO_SHARD or (
+            between_forward_and_backward and strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
         )
         for (name, mine), (plain_name, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
             assert clean_tensor_name(name) == plain_name
@@ -209,14 +115,14 @@ def test_named_parameters_in_forward(ranks: Ranks) -> None:
 
 
 @across(2)
-@subtests(strategy=["full_shard", "shard_grad_op", "no_shard"])
-def test_no_sync_mixed_precision(ranks: Ranks, strategy: str) -> None:
+@subtests(strategy=STRATEGIES)
+def test_no_sync_mixed_precision(ranks: Ranks, strategy: ShardingStrategy) -> None:
     """Gradients accumulate in the compute dtype inside ``no_sync()``, and come out in the parameters' dtype."""
     torch.manual_seed(0)
     plain = nn.Linear(3, 3).to(ranks.device)
     model = wrap_fsdp(
         copy.deepcopy(plain),
-        sharding_strategy=STRATEGIES[strategy],
+        sharding_strategy=strategy,
         mixed_precision=MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32),
         use_orig_params=True,
     )
@@ -246,7 +152,8 @@ def test_no_sync_mixed_precision(ranks: Ranks, strategy: str) -> None:
         torch.testing.assert_close(mine, theirs.detach(), rtol=2e-3, atol=1e-2)
 
 
-def multi_tensor_step_over_empty_shards(ranks: Ranks) -> None:
+@across(2)
+def test_step_over_empty_shards(ranks: Ranks) -> None:
     """The optimizer's multi-tensor step where as many shards are empty on each of two ranks."""
 
     class Model(nn.Module):
@@ -455,21 +362,3 @@ def test_no_reshard_and_mixed_precision(ranks: Ranks, use_full_prec_in_eval: boo
         forward(training=False).sum().backward()
         for (name, mine), theirs in zip(full_parameters(model).items(), plain.parameters(), strict=True):
             assert torch.equal(mine, theirs.detach()), f"{name} changed without a step"
-
-
-@pytest.mark.parametrize(
-    ("body", "offload_params"),
-    [
-        (multiple_forward, True),
-        (summon_between_two_forwards, False),
-        pytest.param(multiple_forward, False, marks=pytest.mark.nightly),
-        pytest.param(summon_between_two_forwards, True, marks=pytest.mark.nightly),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_unshard_more_than_once(ranks: Pools, body: Callable[..., Any], offload_params: bool) -> None:
-    ranks.run(2, body, offload_params)
-
-
-def test_step_over_empty_shards(ranks: Pools) -> None:
-    ranks.run(2, multi_tensor_step_over_empty_shards)

@@ -36,7 +36,6 @@ CHOICES: dict[str, Callable[[Any, Callable[..., None]], None]] = {
     "all": lambda model, call: call(model),
     "outermost": lambda model, call: call(model, recurse=False),
     "one_block": lambda model, call: call(model.blocks[1]),
-    "embedding": lambda model, call: call(model.embedding, recurse=False),
 }
 
 
@@ -61,16 +60,15 @@ def alike(run: Callable[[ModuleType], list[Any]]) -> None:
         same(mine, its, **EXACT)
 
 
-def _accumulates(rank: int, mesh: tuple[int, ...], setters: tuple[str, ...], chosen: str, settings: Any) -> None:
+def _accumulates(rank: int, mesh: tuple[int, ...], setter: str, chosen: str) -> None:
     def run(package: ModuleType) -> list[Any]:
-        model: Any = shard_all(package, make(), cpu_mesh(*mesh), **settings)
+        model: Any = shard_all(package, make(), cpu_mesh(*mesh))
         held, optimizer = held_in(model), torch.optim.SGD(model.parameters(), lr=0.1)
         told: list[Any] = []
         for start in (1, 2):
             for number, words in enumerate(batches(MICROBATCHES, seed=start)):
                 last = number == MICROBATCHES - 1
-                for setter in setters:
-                    CHOICES[chosen](model, lambda module, s=setter, v=last, **kw: getattr(module, s)(v, **kw))
+                CHOICES[chosen](model, lambda module, last=last, **kw: getattr(module, setter)(last, **kw))
                 loss = loss_of(model, words)
                 loss.backward()
                 told += [loss.item(), gradients(held)]
@@ -83,34 +81,19 @@ def _accumulates(rank: int, mesh: tuple[int, ...], setters: tuple[str, ...], cho
 
 
 @pytest.mark.parametrize(
-    ("chosen", "releases"),
-    [
-        ("all", True),
-        pytest.param("all", False, marks=pytest.mark.nightly),
-        pytest.param("outermost", True, marks=pytest.mark.nightly),
-        ("one_block", False),
-        pytest.param("embedding", True, marks=pytest.mark.nightly),
-    ],
-)
-def test_without_reductions(ranks: KeptRanks, chosen: str, releases: bool) -> None:
-    setters = ("set_requires_gradient_sync", "set_reshard_after_backward")
-    ranks.run(2, _accumulates, (), setters, chosen, {"reshard_after_forward": releases})
-
-
-@pytest.mark.parametrize(
     ("setter", "chosen"),
     [
         ("set_requires_all_reduce", "one_block"),
         pytest.param("set_requires_all_reduce", "outermost", marks=pytest.mark.nightly),
-        pytest.param("set_requires_gradient_sync", "embedding", marks=pytest.mark.nightly),
+        ("set_requires_gradient_sync", "outermost"),
     ],
 )
 def test_over_replicas(ranks: KeptRanks, setter: str, chosen: str) -> None:
-    ranks.run(4, _accumulates, (2, 2), (setter,), chosen, {})
+    ranks.run(4, _accumulates, (2, 2), setter, chosen)
 
 
 def test_over_replicas_of_one_shard(ranks: KeptRanks) -> None:
-    ranks.run(2, _accumulates, (2, 1), ("set_requires_all_reduce",), "all", {})
+    ranks.run(2, _accumulates, (2, 1), "set_requires_all_reduce", "all")
 
 
 def reductions_then_sums(rank: int) -> None:
@@ -336,18 +319,6 @@ def modules_that_the_last_backward_passes_by(rank: int) -> None:
     same(gradients(held), averaged(plain), **EXACT)
 
 
-def sums_behind_a_reduction_in_flight(rank: int) -> None:
-    """A backward that only adds up comes while the reduction of the sum before may go on: it keeps its own."""
-    plain, model = make(), shard_all(OURS, make())
-    held = held_in(model)
-    for number, words in enumerate(batches(6)):
-        loss_of(plain, words).backward()
-        model.set_is_last_backward(number == 5)
-        model.set_requires_gradient_sync(number % 2 == 1)
-        loss_of(model, words).backward()
-    same(gradients(held), averaged(plain), **EXACT)
-
-
 def sums_in_the_dtype_of_reductions(rank: int) -> None:
     """bf16 travels where one backward is reduced; a sum of several is in fp32, and travels so."""
 
@@ -375,7 +346,6 @@ BODIES: dict[Callable[[int], object], int] = {
     states_that_are_loaded_are_seen: 2,
     an_exception_in_the_middle: 4,
     modules_that_the_last_backward_passes_by: 4,
-    sums_behind_a_reduction_in_flight: 2,
     sums_in_the_dtype_of_reductions: 2,
 }
 

@@ -1,4 +1,7 @@
-"""``fully_shard`` trains as torch's does, number by number, both on gloo and in fp64 unless a test says otherwise."""
+"""``fully_shard`` trains as torch's does, number by number, both on gloo and in fp64 unless a test says otherwise.
+
+Programs on one-dimensional meshes are drawn (``runtime/test_random_programs.py``).
+"""
 
 from __future__ import annotations
 
@@ -27,26 +30,6 @@ from fsdp2_models import (
 )
 from processes import KeptRanks
 from torch import nn
-
-
-def _trains(rank: int, settings: dict[str, Any]) -> None:
-    def run(package: ModuleType) -> Any:
-        model = shard_all(package, make(), **settings)
-        return train(model), wholes(model)
-
-    both(run)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "releases"),
-    [
-        (2, None),
-        (2, False),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((1, None), (3, None), (2, True), (2, 1))),
-    ],
-)
-def test_parity_with_torch(ranks: KeptRanks, world_size: int, releases: bool | int | None) -> None:
-    ranks.run(world_size, _trains, {"reshard_after_forward": releases} if releases is not None else {})
 
 
 def replicas_of_shards(rank: int) -> None:

@@ -1,4 +1,7 @@
-"""``fully_shard([a, b])``: one group, gathered by one launch and reduced by one, as torch's."""
+"""``fully_shard([a, b])``: one group, gathered by one launch and reduced by one, as torch's.
+
+Of lists in all settings, programs are drawn (``runtime/test_random_programs.py``).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from fsdp2_models import (
     as_unsharded,
     batches,
     beside_torch,
-    both,
     copied,
     cpu_mesh,
     each_of,
@@ -38,20 +40,6 @@ def shard_lists(package: ModuleType, model: Words, *shape: int, **settings: Any)
     assert blocks == list(model.blocks)
     package.fully_shard([model.norm, model.head], mesh=mesh, **settings)
     return package.fully_shard(model, mesh=mesh, **settings)
-
-
-def _trains(rank: int, shape: tuple[int, ...]) -> None:
-    def run(package: ModuleType) -> Any:
-        model = shard_lists(package, make(), *shape)
-        return train(model), wholes(model)
-
-    both(run)
-
-
-@pytest.mark.parametrize(("number", "shape"), [(2, ()), (4, (2, 2))])
-def test_training_is_that_of_torch(ranks: KeptRanks, number: int, shape: tuple[int, ...]) -> None:
-    """Of lists in all settings, programs are drawn (``runtime/test_random_programs.py``)."""
-    ranks.run(number, _trains, shape)
 
 
 class Selective(Words):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,11 @@ from fsdp2_models import (
     batches,
     copied,
     cpu_mesh,
-    inputs,
     loss_of,
     make,
     parallel,
     same,
     shard_all,
-    square_of,
     train,
     wholes,
 )
@@ -35,45 +32,6 @@ from polyshard.optim import AveragedWeights
 from processes import KeptRanks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-
-def _flat(rank: int, mesh: tuple[int, ...]) -> None:
-    """Two models in step: one over its parameters, one over one flat parameter a unit."""
-    placed, other = parallel(OURS, *mesh), parallel(OURS, *mesh)
-    flat = polyshard.flat_parameters(other)
-    assert all(map(is_, polyshard.flat_parameters(other), flat))
-    assert all(type(each) is DTensor and each.ndim == 1 and each.placements[-1] == Shard(0) for each in flat)
-    settings = {"lr": 1e-2, "fused": True}
-    optimizers = torch.optim.AdamW(placed.parameters(), **settings), torch.optim.AdamW(flat, **settings)
-    for x in inputs(placed, 3):
-        for model in (placed, other):
-            # Two microbatches.
-            square_of(model, x).backward()
-            square_of(model, x + 1).backward()
-        for own, parameter in zip(other.parameters(), placed.parameters(), strict=True):
-            assert own.grad is not None
-            assert parameter.grad is not None
-            assert torch.equal(own.grad.to_local(), parameter.grad.to_local())  # type: ignore[attr-defined]
-        # So large a bound that nothing is scaled: norms are added up in another order.
-        given = [list(placed.parameters()), list(other.parameters()), flat]
-        norms = [as_whole(torch.nn.utils.clip_grad_norm_(each, 1e9)) for each in given]
-        same(norms[1:], [norms[0]] * 2, rtol=1e-12, atol=0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for one, another in zip(other.state_dict().values(), placed.state_dict().values(), strict=True):
-            assert torch.equal(one.to_local(), another.to_local())
-
-
-@pytest.mark.parametrize(
-    ("world_size", "mesh"),
-    [
-        (2, (2,)),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((3, (3,)), (4, (2, 2)))),
-    ],
-)
-def test_flat_parameters_train_as_others_do(ranks: KeptRanks, world_size: int, mesh: tuple[int, ...]) -> None:
-    ranks.run(world_size, _flat, mesh)
 
 
 def flat_parameters_of_models_that_change(rank: int) -> None:

@@ -1,4 +1,7 @@
-"""Torch's ``clip_grad_norm_`` and ``get_total_norm``, and polyshard's: the norm of the whole, on every rank."""
+"""Torch's ``clip_grad_norm_`` and ``get_total_norm``, and polyshard's: the norm of the whole, on every rank.
+
+Clipping of all parameters, by norms of every order, is drawn (``runtime/test_random_programs.py``).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ import gc
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, local, on_ranks, one_by_one, seeded, sharded_copy, units_of
+from parity import WAYS, Block, Net, averaged, backward, local, on_ranks, seeded, sharded_copy, units_of
 from polyshard.errors import ConfigError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import RankPool
@@ -23,33 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 BLOCKS = {"policy": units_of(Block)}
-STRATEGIES = [
-    (2, {"strategy": "full_shard"}),
-    (3, {"strategy": "shard_grad_op"}),
-    (2, {"strategy": "no_shard"}),
-    (4, {"strategy": "hybrid_shard", "shard_size": 2}),
-    (2, {"offload": "cpu"}),
-]
 
 
-def backward(model: nn.Module, rank: int) -> None:
-    model(draw(4, 3, rank=rank)).square().mean().backward()
-
-
-def averaged(world_size: int, make: Callable[[], nn.Module] = Net) -> nn.Module:
-    """The unsharded model with the mean gradient of ``world_size`` ranks."""
-    copies = [seeded(make) for _ in range(world_size)]
-    for rank, each in enumerate(copies):
-        backward(each, rank)
-    for same in zip(*(each.parameters() for each in copies), strict=True):
-        same[0].grad = sum(each.grad for each in same if each.grad is not None) / world_size  # type: ignore[assignment]
-    return copies[0]
-
-
-def norm_of(gradients: Iterable[torch.Tensor | None], order: float = 2.0) -> torch.Tensor:
-    """By the formula."""
-    flat = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None]).abs()
-    return flat.max() if math.isinf(order) else flat.pow(order).sum().pow(1 / order)
+def norm_of(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor:
+    return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None]).norm()
 
 
 def pieces(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -60,34 +40,6 @@ def pieces(model: nn.Module) -> dict[str, torch.Tensor]:
 def whole_norm(norm: torch.Tensor) -> torch.Tensor:
     """What torch says of gradients that are ``DTensor`` is one, too."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-@one_by_one(
-    "world_size, settings",
-    STRATEGIES,
-    "order, foreach",
-    [(2.0, None), (2.0, True), (1.0, False), (math.inf, "ours"), (3.0, "ours")],
-)
-def test_clipping_by_torch_is_that_of_the_whole_model(
-    world_size: int, settings: dict[str, Any], order: float, foreach: bool | str | None
-) -> None:
-    wanted = averaged(world_size)
-    norm = norm_of((p.grad for p in wanted.parameters()), order)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS, **settings)
-        backward(model, rank)
-        before = pieces(model)
-        if foreach == "ours":
-            return polyshard.clip_grad_norm_(model, 0.01, order), before, pieces(model)
-        got = clip_grad_norm_(model.parameters(), 0.01, order, foreach=foreach)
-        return whole_norm(got), before, pieces(model)
-
-    for got, before, after in on_ranks(world_size, on_rank):
-        assert not got.requires_grad
-        torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
-        for name, gradient in after.items():
-            torch.testing.assert_close(gradient, before[name] * (0.01 / (norm + 1e-6)), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +71,7 @@ def test_of_some_parameters_it_is_their_norm_also_where_a_rank_holds_none_of_the
         assert not all(holds for _, _, holds in ranks)
 
 
-@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
+@pytest.mark.parametrize(("world_size", "settings"), [*WAYS, (2, {"offload": "cpu"})])
 def test_values_and_given_norms_are_clipped_element_by_element(world_size: int, settings: dict[str, Any]) -> None:
     norm = norm_of(p.grad for p in averaged(world_size).parameters())
 
@@ -182,24 +134,6 @@ def test_an_order_that_does_not_combine_is_refused_and_nothing_is_sent() -> None
         polyshard.clip_grad_norm_(model, 1.0)
 
     on_ranks(2, on_rank)
-
-
-@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
-def test_flat_parameters_are_clipped_by_either_name(world_size: int, settings: dict[str, Any]) -> None:
-    wanted = averaged(world_size)
-    norm = norm_of(p.grad for p in wanted.parameters())
-
-    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS, **settings)
-        flat = polyshard.flat_parameters(model)
-        backward(model, rank)
-        norms = [get_total_norm([p.grad for p in flat if p.grad is not None]), clip_grad_norm_(flat, math.inf)]
-        norms += [polyshard.clip_grad_norm_(model, math.inf), clip_grad_norm_(model.parameters(), 0.01)]
-        return list(map(whole_norm, [*norms, clip_grad_norm_(flat, math.inf)]))
-
-    clipped = torch.tensor(0.01, dtype=torch.float64) * norm / (norm + 1e-6)
-    for got in on_ranks(world_size, on_rank):
-        torch.testing.assert_close(got, [norm, norm, norm, norm, clipped], rtol=1e-12, atol=0)
 
 
 def test_whatever_is_not_sharded_is_left_to_torch() -> None:

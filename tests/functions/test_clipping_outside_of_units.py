@@ -8,7 +8,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import chain, draw, local, on_ranks, one_by_one, root_of, seeded, threaded
+from parity import WAYS, averaged, backward, chain, local, on_ranks, one_by_one, root_of, seeded, threaded
 from polyshard.errors import ConfigError, RankMismatchError
 from polyshard.interfaces import ReduceOp
 from polyshard_backends.threaded import ThreadedWorld
@@ -17,31 +17,10 @@ from torch import nn
 #: What is ignored here is trained, and its gradients are averaged by hand or not at all.
 pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
 
-STRATEGIES = [
-    (2, {"strategy": "full_shard"}),
-    (3, {"strategy": "shard_grad_op"}),
-    (2, {"strategy": "no_shard"}),
-    (4, {"strategy": "hybrid_shard", "shard_size": 2}),
-]
-
 
 def experts() -> Any:
     """A dense layer, and one that the user looks after."""
     return chain(dense=nn.Linear(3, 5), tanh=nn.Tanh(), expert=nn.Linear(5, 2))
-
-
-def backward(model: nn.Module, rank: int) -> None:
-    model(draw(4, 3, rank=rank)).square().mean().backward()
-
-
-def averaged(world_size: int) -> nn.Module:
-    """The unsharded model with the mean gradient of ``world_size`` ranks."""
-    copies = [seeded(experts) for _ in range(world_size)]
-    for rank, each in enumerate(copies):
-        backward(each, rank)
-    for same in zip(*(each.parameters() for each in copies), strict=True):
-        same[0].grad = sum(each.grad for each in same if each.grad is not None) / world_size  # type: ignore[assignment]
-    return copies[0]
 
 
 def sharded(rank: int, world: ThreadedWorld, **settings: Any) -> nn.Module:
@@ -56,9 +35,9 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
 
 
-@one_by_one("world_size, settings", STRATEGIES, "order", [2.0, 1.0, math.inf])
+@one_by_one("world_size, settings", WAYS, "order", [2.0, 1.0, math.inf])
 def test_what_the_user_averaged_counts_once(world_size: int, settings: dict[str, Any], order: float) -> None:
-    wanted = averaged(world_size)
+    wanted = averaged(world_size, experts)
     flat = torch.cat([p.grad.flatten() for p in wanted.parameters() if p.grad is not None]).abs()
     norm = flat.max() if math.isinf(order) else flat.pow(order).sum().pow(1 / order)
 
@@ -74,7 +53,7 @@ def test_what_the_user_averaged_counts_once(world_size: int, settings: dict[str,
         torch.testing.assert_close(gradient, wanted.expert.weight.grad * (0.01 / (norm + 1e-6)), rtol=1e-12, atol=0)  # type: ignore[union-attr,operator]
 
 
-@one_by_one("world_size, settings", STRATEGIES, "order", [2.0, math.inf])
+@one_by_one("world_size, settings", WAYS, "order", [2.0, math.inf])
 def test_what_nobody_averaged_is_refused_by_name_on_all_ranks(
     world_size: int, settings: dict[str, Any], order: float
 ) -> None:
@@ -92,7 +71,7 @@ def test_what_nobody_averaged_is_refused_by_name_on_all_ranks(
         assert f"(rank {rank})" in message
 
 
-@pytest.mark.parametrize(("world_size", "settings"), STRATEGIES)
+@pytest.mark.parametrize(("world_size", "settings"), WAYS)
 def test_ranks_that_do_not_compare_scale_alike(world_size: int, settings: dict[str, Any]) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> list[float]:
         model = sharded(rank, world, check_ranks=False, **settings)
@@ -158,7 +137,7 @@ def test_one_scale_serves_an_optimizer_of_what_is_outside_of_units() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_the_hook_that_the_documentation_gives_averages() -> None:
-    wanted = averaged(3)
+    wanted = averaged(3, experts)
     norm = torch.cat([p.grad.flatten() for p in wanted.parameters() if p.grad is not None]).norm()
 
     def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
@@ -179,7 +158,7 @@ def test_the_hook_that_the_documentation_gives_averages() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@one_by_one("world_size, settings", STRATEGIES, "order", [2.0, math.inf])
+@one_by_one("world_size, settings", WAYS, "order", [2.0, math.inf])
 def test_what_each_rank_owns_counts_for_all(world_size: int, settings: dict[str, Any], order: float) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, list[torch.Tensor]]:
         model: Any = seeded(experts)
@@ -190,7 +169,7 @@ def test_what_each_rank_owns_counts_for_all(world_size: int, settings: dict[str,
         return polyshard.clip_grad_norm_(model, math.inf, order), held
 
     results = on_ranks(world_size, on_rank)
-    dense = averaged(world_size).dense
+    dense = averaged(world_size, experts).dense
     assert isinstance(dense, nn.Module)
     every = [*gradients(dense), *(each for _, held in results for each in held)]
     norm = torch.linalg.vector_norm(torch.cat([each.flatten() for each in every]), order)

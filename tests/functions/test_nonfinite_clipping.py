@@ -8,7 +8,19 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, local, on_ranks, one_by_one, seeded, sharded_copy, threaded, units_of
+from parity import (
+    WAYS,
+    Block,
+    Net,
+    backward,
+    local,
+    on_ranks,
+    one_by_one,
+    seeded,
+    sharded_copy,
+    threaded,
+    units_of,
+)
 from polyshard.errors import NonFiniteError, PolyshardError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -17,16 +29,6 @@ from torch import nn
 pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
 
 BLOCKS = {"policy": units_of(Block)}
-STRATEGIES = [
-    (2, {"strategy": "full_shard"}),
-    (3, {"strategy": "shard_grad_op"}),
-    (2, {"strategy": "no_shard"}),
-    (4, {"strategy": "hybrid_shard", "shard_size": 2}),
-]
-
-
-def backward(model: nn.Module, rank: int) -> None:
-    model(draw(4, 3, rank=rank)).square().mean().backward()
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -43,7 +45,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[k].nan_to_num(7), other[k].nan_to_num(7)) for k in one)
 
 
-@one_by_one("world_size, settings", STRATEGIES, "order", [2.0, math.inf], "bad", [math.inf, math.nan])
+@one_by_one("world_size, settings", WAYS, "order", [2.0, math.inf], "bad", [math.inf, math.nan])
 def test_one_rank_that_is_not_finite_is_an_error_on_all(
     world_size: int, settings: dict[str, Any], order: float, bad: float
 ) -> None:

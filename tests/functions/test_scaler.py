@@ -11,7 +11,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, local, on_ranks, one_by_one, seeded, sharded_copy, threaded, units_of
+from parity import WAYS, Block, Net, draw, local, on_ranks, one_by_one, seeded, sharded_copy, threaded, units_of
 from polyshard.errors import ConfigError
 from polyshard.planning.meshes import WorldMesh
 from polyshard_backends.threaded import ThreadedWorld
@@ -19,12 +19,6 @@ from processes import run_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-STRATEGIES = [
-    (2, {"strategy": "full_shard"}),
-    (3, {"strategy": "shard_grad_op"}),
-    (2, {"strategy": "no_shard"}),
-    (4, {"strategy": "hybrid_shard", "shard_size": 2}),
-]
 MICROBATCHES = 3
 TURNS = 6
 #: Of the last weight on rank 0: 2 ** 29 times as much is infinite in fp32, 2 ** 28 times is not.
@@ -302,7 +296,7 @@ def accumulated(world_size: int, clips: bool) -> tuple[list[float], torch.Tensor
     return scales, torch.cat([parameter.detach() for parameter in parameters])
 
 
-@one_by_one("waits", [False, True], "clips", [False, True], "world_size, settings", STRATEGIES)
+@one_by_one("waits", [False, True], "clips", [False, True], "world_size, settings", WAYS)
 def test_an_overflow_of_one_rank_in_one_microbatch_is_skipped_by_all(
     waits: bool, clips: bool, world_size: int, settings: dict[str, Any]
 ) -> None:

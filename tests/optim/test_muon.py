@@ -1,4 +1,4 @@
-"""Muon over shards does what Muon does on whole matrices: every strategy, two to four ranks."""
+"""Muon over shards does what Muon does on whole matrices."""
 
 from __future__ import annotations
 
@@ -24,51 +24,25 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import Shard
 
-STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"]
-
-#: Ranks in a group of a hybrid strategy. Of one there are no shards, of all of them no replicas.
-SHARD_SIZES = {2: 1, 3: 3, 4: 2}
+HYBRID = {"strategy": "hybrid_shard", "shard_size": 2}
 
 
-def _cases() -> list[Any]:
-    found = []
-    for (row, strategy), ranks in itertools.product(enumerate(STRATEGIES), SHARD_SIZES):
-        # Two numbers of ranks of each strategy; the first strategy alone is quick.
-        usual = (row + ranks) % 3
-        marks = pytest.mark.nightly if not usual else pytest.mark.slow if row else ()
-        found.append(pytest.param(strategy, ranks, marks=marks))
-    return found
-
-
-def settings_of(strategy: str, ranks: int) -> dict[str, Any]:
-    """What the strategy asks for beside its name."""
-    sizes = {"shard_size": SHARD_SIZES[ranks]} if strategy.startswith("hybrid") else {}
-    return {"strategy": strategy, **sizes}
-
-
-@pytest.fixture(scope="module")
-def references() -> dict[int, dict[str, torch.Tensor]]:
-    """The unsharded model, trained by the formula, by number of ranks."""
-    return {ranks: reference_zoo(ranks, exact) for ranks in SHARD_SIZES}
-
-
-@pytest.mark.parametrize(("strategy", "ranks"), _cases())
-def test_steps_in_fp64_equal_the_formula(
-    strategy: str, ranks: int, references: dict[int, dict[str, torch.Tensor]]
-) -> None:
-    trained = train_zoo(ranks, exact, **settings_of(strategy, ranks))
+@pytest.mark.parametrize(("ranks", "settings"), [(3, {}), pytest.param(4, HYBRID, marks=pytest.mark.slow)])
+def test_steps_in_fp64_equal_the_formula(ranks: int, settings: dict[str, Any]) -> None:
+    """In other strategies, programs are drawn (``runtime/test_random_programs.py``)."""
+    trained = train_zoo(ranks, exact, **settings)
     moved = {name for name, value in seeded(Zoo).named_parameters() if not torch.equal(value, trained[name])}
     # torch's optimizers skip what has no gradient, decay included.
     assert trained.keys() - moved == {"frozen.weight", "frozen.bias", "unused.weight", "unused.bias"}
-    assert most_apart(trained, references[ranks]) < 1e-11
+    assert most_apart(trained, reference_zoo(ranks, exact)) < 1e-11
 
 
-def test_matrices_that_are_cut_along_columns(references: dict[int, dict[str, torch.Tensor]]) -> None:
+def test_matrices_that_are_cut_along_columns() -> None:
     def by_columns(module: nn.Module) -> Any:
         return isinstance(module, Cell) and {"placement": {"one.weight": 1, "up.weight": 1}}
 
     trained = train_zoo(2, exact, policy={"name": "custom", "fn": by_columns})
-    assert most_apart(trained, references[2]) < 1e-11
+    assert most_apart(trained, reference_zoo(2, exact)) < 1e-11
 
 
 def muon(kind: type[torch.optim.Optimizer]) -> MakeOptimizer:
@@ -82,10 +56,8 @@ def muon(kind: type[torch.optim.Optimizer]) -> MakeOptimizer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "ranks"), [("full_shard", 3), pytest.param("hybrid_shard", 4, marks=pytest.mark.nightly)]
-)
-def test_steps_in_bf16_are_those_of_torchs_muon(strategy: str, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "settings"), [(3, {}), pytest.param(4, HYBRID, marks=pytest.mark.nightly)])
+def test_steps_in_bf16_are_those_of_torchs_muon(ranks: int, settings: dict[str, Any]) -> None:
     """To within what rounding to bf16 makes.
 
     Newton-Schulz amplifies the rounding of what is small in a matrix by up to 3.4 a step, so that bounds from the
@@ -94,7 +66,7 @@ def test_steps_in_bf16_are_those_of_torchs_muon(strategy: str, ranks: int) -> No
     # The rounding of a step is a smaller part of a longer way.
     turns = 20
     expected = reference_zoo(ranks, muon(torch.optim.Muon), turns)
-    trained = train_zoo(ranks, muon(Muon), turns, **settings_of(strategy, ranks))
+    trained = train_zoo(ranks, muon(Muon), turns, **settings)
     rounding = distance(reference_zoo(ranks, muon(FormulaMuon), turns), expected)
     assert 0 < rounding < 0.05 * distance(dict(seeded(Zoo).named_parameters()), expected)
     assert distance(trained, expected) < 1.5 * rounding

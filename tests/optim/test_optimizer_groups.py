@@ -1,8 +1,10 @@
-"""Optimizers of torch, their groups and hooks: as on the unsharded model, or told at an optimizer's first step."""
+"""Optimizers of torch, their groups and hooks: as on the unsharded model, or told at an optimizer's first step.
+
+Groups are drawn (``runtime/test_random_programs.py``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,11 +17,9 @@ from parity import (
     Net,
     adam,
     assert_all_close,
-    assert_parity,
     draw,
     local,
     on_ranks,
-    one_by_one,
     seeded,
     sharded_copy,
     square_step,
@@ -35,52 +35,6 @@ from torch import nn
 BLOCKS = {"policy": units_of(Block)}
 
 RANKS = KeptRanks()
-
-
-def by_name(model: nn.Module) -> torch.optim.Optimizer:
-    named = list(model.named_parameters())
-    groups = [
-        {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.5},
-        {"params": [p for name, p in named if name.endswith("bias")], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=1e-2)
-
-
-def by_shape(model: nn.Module) -> torch.optim.Optimizer:
-    """As nanoGPT does."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.5},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=1e-2)
-
-
-def all_in_the_first(model: nn.Module) -> torch.optim.Optimizer:
-    """What has no bias or norm that is to be trained leaves the group that does not decay empty."""
-    return torch.optim.AdamW(
-        [{"params": list(model.parameters()), "weight_decay": 0.5}, {"params": [], "weight_decay": 0.0}], lr=1e-2
-    )
-
-
-def of_lora_plus(model: nn.Module) -> torch.optim.Optimizer:
-    """What projects up, whose shape says so, learns 16 times as fast."""
-    parameters = list(model.parameters())
-    up = [p for p in parameters if p.ndim == 2 and p.shape[0] > p.shape[1]]
-    rest = [p for p in parameters if not any(p is each for each in up)]
-    return torch.optim.AdamW([{"params": up, "lr": 1.6e-2}, {"params": rest, "lr": 1e-3}])
-
-
-@one_by_one(
-    "make",
-    [by_name, by_shape, all_in_the_first, of_lora_plus],
-    "world_size, settings",
-    [(3, {}), (2, {"strategy": "no_shard"}), (4, {"strategy": "hybrid_shard", "shard_size": 2})],
-)
-def test_groups_are_those_of_the_unsharded_model(
-    make: Callable[[nn.Module], torch.optim.Optimizer], world_size: int, settings: dict[str, Any]
-) -> None:
-    assert_parity(seeded(Net), world_size=world_size, optimizer=make, settings={**BLOCKS, **settings})
 
 
 def test_a_group_that_is_added_later_trains() -> None:

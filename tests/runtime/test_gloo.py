@@ -60,33 +60,6 @@ def assert_trained(ranks: list[dict[str, torch.Tensor] | None], world_size: int)
     assert_all_close(took_part, expected)
 
 
-# Parity.
-
-
-def train_with(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, torch.Tensor] | None:
-    group = dist.new_group(list(range(world_size)))
-    if rank >= world_size:
-        return None
-    return trained(ShardConfig(collectives=group, timeout_s=TIMEOUT_S, **BLOCKS, **settings), rank)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "offload", "world_size"),
-    [
-        ("full_shard", "none", 2),
-        ("shard_grad_op", "cpu", 2),
-        ("no_shard", "none", 2),
-        pytest.param("full_shard", "cpu", 3, marks=pytest.mark.nightly),
-    ],
-)
-def test_five_adamw_steps_equal_those_of_the_unsharded_model(
-    processes: RankPool, strategy: str, offload: str, world_size: int
-) -> None:
-    settings = {"strategy": strategy, "offload": offload}
-    assert_trained(run(processes, train_with, world_size, settings), world_size)
-
-
 # Who takes part.
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -13,8 +12,8 @@ import torch
 from parity import (
     Block,
     Net,
+    accumulating_step,
     adam,
-    assert_parity,
     draw,
     fake,
     local,
@@ -24,6 +23,7 @@ from parity import (
     seeded,
     sharded_copy,
     square_step,
+    train,
     train_reference,
     units_of,
 )
@@ -53,23 +53,6 @@ class Slivers(nn.Module):
         return self.last(x) + self.none.sum()
 
 
-def foreach_adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-
-
-def fused_adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
-def foreach_momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
-
-
-def adagrad(model: nn.Module) -> torch.optim.Optimizer:
-    """Makes its state at once, from parameters of any size."""
-    return torch.optim.Adagrad(model.parameters(), lr=0.1)
-
-
 def full(tensor: Any) -> torch.Tensor:
     """The whole of a ``DTensor``; every rank calls it."""
     whole: torch.Tensor = tensor.full_tensor()
@@ -84,47 +67,7 @@ def assert_wholes(ranks: list[dict[str, torch.Tensor]], expected: dict[str, torc
             torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
 
 
-# Parity.
-
-
-#: What an optimizer is given.
-GIVEN: dict[str, Callable[[nn.Module], Any]] = {"parameters": nn.Module.parameters, "flat": polyshard.flat_parameters}
-OFFLOADS: list[Any] = ["none", "cpu", "optimizer", {"name": "partial", "units": "blocks.1"}]
-CHOSEN_RANKS = [
-    *(({"strategy": name}, world) for name in ("no_shard", "zero1", "zero2", "full_shard") for world in (2, 4)),
-    *(({"strategy": name, "shard_size": 2}, 4) for name in ("hybrid", "hybrid_shard_zero2", "hpz", "hfsdp")),
-]
-
-
-@pytest.mark.parametrize("number", range(len(CHOSEN_RANKS)))
-def test_pairs_of_strategies_optimizers_and_offload_train_alike(number: int) -> None:
-    """Each strategy with each offload, and each of both with each form of an optimizer's parameters."""
-    settings, world_size = CHOSEN_RANKS[number]
-    model = seeded(Net)
-    reference = train_reference(model, square_step, world_size, 3, adam)
-    for place, offload in enumerate(OFFLOADS):
-        given = list(GIVEN.values())[(number + place) % len(GIVEN)]
-
-        def on_rank(rank: int, world: ThreadedWorld, offload: Any = offload, given: Any = given) -> Any:
-            mine = sharded_copy(model, rank, world, **BLOCKS, **settings, offload=offload)
-            optimizer = torch.optim.AdamW(given(mine), lr=1e-2)
-            for turn in range(3):
-                square_step(mine, turn, rank)
-                optimizer.step()
-                optimizer.zero_grad()
-            return {name: full(parameter.detach()) for name, parameter in mine.named_parameters()}
-
-        assert_wholes(on_ranks(world_size, on_rank), reference.parameters)
-
-
 # Shards without elements.
-
-
-@one_by_one("optimizer", [foreach_adam, fused_adam, foreach_momentum, adagrad], "world_size", [3, 4])
-def test_optimizers_take_ranks_that_hold_nothing_of_a_parameter(world_size: int, optimizer: Any) -> None:
-    assert_parity(
-        seeded(Slivers), world_size=world_size, turns=5, optimizer=optimizer, settings={"policy": units_of(nn.Linear)}
-    )
 
 
 def test_ranks_without_a_part_see_whole_shapes_and_gradients_without_rows() -> None:
@@ -353,34 +296,15 @@ def test_parameters_gradients_and_state_are_sharded_over_what_each_names(
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[dict[str, torch.Tensor], set[tuple[int, int]], int]:
         mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
         units = root_of(mine).units
-        optimizer = adam(mine)
-        for turn in range(6):
-            waits = turn % 3 < 2
-            with polyshard.no_sync(mine) if waits else nullcontext():
-                square_step(mine, turn, rank)
-            if not waits:
-                optimizer.step()
-                optimizer.zero_grad()
+        train(mine, adam(mine), accumulating_step, rank, 2)
         kept = 1 if shards[0] == 1 else units[1].ranks.gather.world_size  # type: ignore[union-attr]
         sums = sum(0 if unit.gradients.input.sum is None else 1 for unit in units)
         parts = {(kept, unit.ranks.shard_size) for unit in units}
         return {name: full(p.detach()) for name, p in mine.named_parameters()}, parts, sums
 
-    copies = [copy.deepcopy(model) for _ in range(4)]
-    optimizers = [adam(each) for each in copies]
-    for turn in range(6):
-        for rank, each in enumerate(copies):
-            square_step(each, turn, rank)
-        if turn % 3 == 2:
-            for same in zip(*(each.parameters() for each in copies), strict=True):
-                mean = torch.stack([p.grad for p in same if p.grad is not None]).mean(0)
-                for p in same:
-                    p.grad = mean.clone()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
     found = on_ranks(4, on_rank)
-    assert_wholes([wholes for wholes, _, _ in found], dict(copies[0].named_parameters()))
+    expected = train_reference(model, accumulating_step, 4, 2, adam).parameters
+    assert_wholes([wholes for wholes, _, _ in found], expected)
     assert {part for _, parts, _ in found for part in parts} == {shards}
     # Whole sums wait nowhere where gradients are sharded.
     assert all((sums == 0) is chosen.get("shard_gradients", False) for _, _, sums in found)

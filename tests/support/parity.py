@@ -442,6 +442,30 @@ def _close(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], what: st
             torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
 
 
+#: Numbers of ranks, and ways in which they hold gradients.
+WAYS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"strategy": "full_shard"}),
+    (3, {"strategy": "shard_grad_op"}),
+    (2, {"strategy": "no_shard"}),
+    (4, {"strategy": "hybrid_shard", "shard_size": 2}),
+]
+
+
+def backward(model: nn.Module, rank: int) -> None:
+    """Of one loss of ``rank``'s inputs."""
+    model(draw(4, 3, rank=rank)).square().mean().backward()
+
+
+def averaged(world_size: int, make: Callable[[], nn.Module] = Net) -> nn.Module:
+    """The unsharded model with the mean gradient of ``world_size`` ranks."""
+    copies = [seeded(make) for _ in range(world_size)]
+    for rank, each in enumerate(copies):
+        backward(each, rank)
+    for same in zip(*(each.parameters() for each in copies), strict=True):
+        same[0].grad = sum(each.grad for each in same if each.grad is not None) / world_size  # type: ignore[assignment]
+    return copies[0]
+
+
 def peak_of_live_bytes(function: Callable[[], Any], folder: Path) -> int:
     """Most bytes of tensor memory alive at once during ``function``, beyond those that were alive before."""
     return max(live_bytes(function, folder))

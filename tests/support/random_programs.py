@@ -5,17 +5,14 @@ A program is a function of its number alone, so that one that fails is run again
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-import torch
-from parity import Block
 from polyshard_fsdp import BackwardPrefetch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 STEPS = 5
 BLOCKS = 4
@@ -177,9 +174,15 @@ class Program:
     world_size: int
     settings: dict[str, Any]
     """Of a configuration, but for the policy; ``front`` is who shards: ``polyshard.shard``, or FSDP2's drop-in,
-    which takes modules in pairs where they come ``together``."""
+    which takes modules in pairs where they come ``together``. Of FSDP's wrapper also the strategy of one block
+    (``inner``), whether its optimizer is made before (``early``), and whether parameters are looked at between two
+    forwards (``summons``)."""
     policy: str
     optimizer: str
+    form: str | None
+    """Whether it steps over lists (``"foreach"``, ``"fused"``), or over parameter ``"groups"`` of other settings."""
+    order: float
+    """Of norms."""
     frozen: str | None
     """The module that is frozen from the beginning."""
     tied: bool
@@ -207,7 +210,7 @@ class Program:
         """Whether what is written into whole parameters stays: where nothing is copied."""
         if not self.wrapped or self.settings["offload"]:
             return False
-        return self.world_size == 1 or bool(self.settings["strategy"] == "NO_SHARD")
+        return self.world_size == 1 or "NO_SHARD" in (self.settings["strategy"], self.settings["inner"])
 
     @property
     def mixed(self) -> bool:
@@ -225,182 +228,6 @@ class Program:
             )
             lines += [f"  forward {number}: {segment}" for number, way in enumerate(step.ways) for segment in way]
         return "\n".join(lines)
-
-
-class PlannedError(Exception):
-    """What a block raises."""
-
-
-class Extra(nn.Module):
-    """What is particular to a family, behind a block's layers."""
-
-    def __init__(self, family: Family) -> None:
-        super().__init__()
-        self.family = family
-        if family is Family.SCALAR:
-            self.scale = nn.Parameter(torch.tensor(0.7))
-        elif family is Family.SLIVERS:
-            self.scale, self.none = nn.Parameter(torch.tensor([0.7])), nn.Parameter(torch.empty(0))
-        elif family is Family.LOOKUP:
-            self.table = nn.Embedding(5, 5)
-        elif family is Family.RECURRENT:
-            self.memory = nn.GRU(5, 5)
-        elif family is Family.EXPERTS:
-            self.experts = nn.Parameter(torch.linspace(-0.5, 0.5, 50).view(2, 5, 5))
-        elif family is Family.ADAPTED:
-            self.base = nn.Linear(5, 5).requires_grad_(False)
-            self.down = nn.Parameter(torch.linspace(-1, 1, 10).view(5, 2))
-            self.up = nn.Parameter(torch.linspace(1, -1, 10).view(2, 5))
-        elif family is Family.RECOMPUTED:
-            self.layer = nn.Linear(5, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.family is Family.SCALAR:
-            return x * self.scale.exp()
-        if self.family is Family.SLIVERS:
-            return x * self.scale + self.none.sum()
-        if self.family is Family.LOOKUP:
-            looked_up: torch.Tensor = self.table(x.detach().argmax(-1))
-            return x + looked_up
-        if self.family is Family.RECURRENT:
-            output: torch.Tensor = self.memory(x)[0]
-            return x + output
-        if self.family is Family.EXPERTS:
-            return x + torch.einsum("bi,eij->bj", x, self.experts)
-        if self.family is Family.RECOMPUTED:
-            return x + _under(False, lambda y: torch.tanh(self.layer(y)), x)
-        return torch.tanh(self.base(x) + x @ self.down @ self.up)
-
-
-class Raising(Block):
-    """A block that can be told to raise at its end."""
-
-    def __init__(self, family: Family, inner: nn.Module | None = None) -> None:
-        super().__init__()
-        self.raises, self.again = False, family is Family.AGAIN
-        self.extra = None if family in BARE else Extra(family)
-        self.inner = inner
-        #: Where a loss of its own goes; None for nowhere.
-        self.aside: list[torch.Tensor] | None = None
-
-    def forward(self, x: torch.Tensor, depth: int = 0) -> torch.Tensor:
-        y = super().forward(x)
-        if self.again and depth == 0:
-            # Its parameters are still needed on the way back up.
-            y = super().forward(self(y, 1))
-        if self.extra is not None:
-            y = self.extra(y)
-        if self.inner is not None:
-            y = self.inner(y)
-        if self.aside is not None:
-            self.aside.append(torch.tanh(self.up(torch.tanh(self.down(self.up(x))))).square().mean())
-        if self.raises and depth == 0:
-            raise PlannedError
-        return y
-
-
-class Routed(nn.Module):
-    """Does with each block as it is told."""
-
-    def __init__(self, program: Program) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 5)
-        self.again = nn.Linear(3, 5)
-        self.again.weight = self.first.weight
-        self.blocks = nn.ModuleList(
-            Raising(program.family, Raising(Family.DENSE) if program.nested and index == 1 else None)
-            for index in range(BLOCKS)
-        )
-        if program.tied:
-            blocks: Any = self.blocks
-            blocks[2].down.weight = blocks[0].down.weight
-        self.borrows, self.queried = program.family is Family.BORROWED, program.family is Family.QUERIED
-        self.gate = nn.Parameter(torch.linspace(0.5, 1.5, 5))
-        self.last = nn.Linear(5, 2)
-        self.words: nn.Embedding | None = None
-        if program.family is Family.WORDS:
-            self.words, self.head = nn.Embedding(3, 5), nn.Linear(5, 3, bias=False)
-            self.head.weight = self.words.weight
-        self.aside: list[torch.Tensor] = []
-        #: What a rank does in place of a block that it passes by.
-        self.pass_by: Callable[[nn.Module], object] = id
-        if program.frozen is not None:
-            self.get_submodule(program.frozen).requires_grad_(False)
-
-    def forward(
-        self, x: torch.Tensor, way: Way, rank: int, gated: bool = False, *, inside: bool = False, nested: bool = False
-    ) -> torch.Tensor:
-        if nested:
-            x = x + self(x, way, rank, gated).mean(-1, keepdim=True)
-        self.aside = []
-        y = self.first(x) + torch.tanh(self.again(x))
-        if gated:
-            y = y * self.gate
-        if self.words is not None:
-            y = y + self.words(x.detach().argmax(-1))
-        if self.queried:
-            y = y + self.blocks[0](self.gate.view(1, 5))
-        y = self.along(y, way, rank)
-        output: torch.Tensor = sum(self.aside, self.last(y))
-        if self.borrows:
-            output = output + torch.tanh(y @ self.last.weight.t())
-        if self.words is not None:
-            output = output + torch.tanh(self.head(y)).mean(-1, keepdim=True)
-        if inside:
-            output = output.square().mean()
-            output.backward()
-            return output.detach()
-        return output
-
-    def along(self, x: torch.Tensor, way: Way, rank: int) -> torch.Tensor:
-        """What the blocks make of ``x``."""
-        for segment in way:
-            y = self._segment(segment, rank, x)
-            x = x if segment.drops[rank] else y
-        return x
-
-    def _segment(self, segment: Segment, rank: int, x: torch.Tensor) -> torch.Tensor:
-        def run(y: torch.Tensor) -> torch.Tensor:
-            for index, use in zip(segment.blocks, segment.uses[rank], strict=True):
-                y = _under(segment.each, _using(self.blocks[index], use, self.aside, self.pass_by), y)
-            return y
-
-        return _under(segment.around, run, x)
-
-
-def _under(reentrant: bool | None, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    if reentrant is None:
-        return function(x)
-    # Random states belong to the process, and ranks are threads.
-    output: torch.Tensor = checkpoint(function, x, use_reentrant=reentrant, preserve_rng_state=False)
-    return output
-
-
-def _using(
-    block: Any, use: Use, aside: list[torch.Tensor], pass_by: Callable[[nn.Module], object]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        if use is Use.PASS:
-            pass_by(block)
-        if use in (Use.SKIP, Use.PASS):
-            return x * 1.0
-        if use is Use.NO_GRAD:
-            with torch.no_grad():
-                y = block(x)
-            return x + y
-        told = getattr(block, "module", block)
-        told.raises, told.aside = use is Use.RAISE, aside if use is Use.ASIDE else None
-        try:
-            y = block(x)
-        except PlannedError:
-            return x * 1.0
-        finally:
-            told.raises, told.aside = False, None
-        if use is Use.TWICE:
-            return torch.tanh(y) + block(y)
-        return x * 1.0 if use is Use.DROP else y
-
-    return run
 
 
 def draw_program(number: int) -> Program:
@@ -426,12 +253,23 @@ def draw_program(number: int) -> Program:
     saves = sum(event is Event.SAVE for step in steps for event in step.events)
     # Of one tensor all must have gradients or nothing, and penalties read lists of modules that are gathered once.
     single = flat or any(step.turn is Turn.PENALTY for step in steps)
+    forms = random.Random(f"form {number}")
+    form = forms.choice((None, None, "foreach", "fused", "groups"))
+    if optimizer == "muon" or (form == "groups" and flat) or (form == "fused" and "momentum" in optimizer):
+        # Torch's fused SGD takes no DTensor.
+        form = None
+    # Torch has no largest element of an empty gradient.
+    order = forms.choice((2.0, 2.0, 1.0, 3.0, 2.0 if family is Family.SLIVERS else math.inf))
+    if optimizer == "momentum" and forms.random() < 0.3:
+        optimizer = "adagrad"
     return Program(
         number=number,
         world_size=world_size,
         settings=_settings(drawn, world_size, family, single),
         policy=policy,
         optimizer=optimizer,
+        form=form,
+        order=order,
         frozen=drawn.choice((*(None,) * 6, "blocks.1", "blocks.0.up", "first", "last")),
         tied=tied,
         nested=drawn.random() < 0.3,
@@ -457,7 +295,11 @@ def draw_wrapped(number: int) -> Program:
         "offload": drawn.random() < 0.3,
         "backward_prefetch": drawn.choice((None, *BackwardPrefetch)),
         "forward_prefetch": drawn.random() < 0.5,
+        "summons": drawn.random() < 0.5,
     }
+    # Of the third block, over the same ranks.
+    settings["inner"] = None if "HYBRID" in settings["strategy"] else drawn.choice((None, None, *strategies[1:4]))
+    settings["early"] = settings["use_orig_params"] and drawn.random() < 0.5
     # One tensor a unit is trained and frozen as a whole.
     flat = not settings["use_orig_params"]
     without = program.family is Family.SCALAR or (flat and program.family is Family.ADAPTED)
@@ -467,6 +309,7 @@ def draw_wrapped(number: int) -> Program:
         # Of a unit of which a part is used the rest has zeros, which are decayed: blocks are used or not.
         policy="blocks",
         optimizer=program.optimizer if program.optimizer in ("momentum", "adamw") else "adamw",
+        form="foreach" if flat and program.form else program.form,
         frozen=None if flat else program.frozen,
         tied=False,
         family=Family.DENSE if without else program.family,
@@ -507,46 +350,6 @@ def _wrapped_step(step: Step, flat: bool, nested: bool) -> Step:
         gated=(True,) * len(step.gated),
         apart=False,
     )
-
-
-def smaller(program: Program) -> Iterator[Program]:
-    """Programs that do one thing less than ``program``."""
-    steps = program.steps
-    for index, step in enumerate(steps):
-        others = steps[:index], steps[index + 1 :]
-        if len(steps) > 1:
-            yield replace(program, steps=others[0] + others[1])
-        simpler = [
-            replace(step, events=tuple(each for each in step.events if each is not event)) for event in step.events
-        ]
-        if step.turn is not Turn.PLAIN:
-            simpler.append(replace(step, turn=Turn.PLAIN, ways=step.ways[:1]))
-        if step.clip is not None:
-            simpler.append(replace(step, clip=None))
-        for number, way in enumerate(step.ways):
-            for at, segment in enumerate(way):
-                for less in _smaller_segments(segment):
-                    its = (*way[:at], less, *way[at + 1 :])
-                    simpler.append(replace(step, ways=(*step.ways[:number], its, *step.ways[number + 1 :])))
-        yield from (replace(program, steps=(*others[0], each, *others[1])) for each in simpler)
-    yield from (
-        replace(program, **{name: False}) for name in ("nested", "tied", "in_backward") if getattr(program, name)
-    )
-    if program.family is not Family.DENSE:
-        yield replace(program, family=Family.DENSE)
-    for name in program.small:
-        yield replace(program, small={each: size for each, size in program.small.items() if each != name})
-
-
-def _smaller_segments(segment: Segment) -> Iterator[Segment]:
-    if segment.around is not None or segment.each is not None:
-        yield replace(segment, around=None, each=None)
-    if any(segment.drops):
-        yield replace(segment, drops=(False,) * len(segment.drops))
-    for place in range(len(segment.blocks)):
-        if any(its[place] is not Use.USE for its in segment.uses):
-            uses = tuple((*its[:place], Use.USE, *its[place + 1 :]) for its in segment.uses)
-            yield replace(segment, uses=uses)
 
 
 def _settings(drawn: random.Random, world_size: int, family: Family, single: bool) -> dict[str, Any]:

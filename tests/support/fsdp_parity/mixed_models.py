@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from .models import expected_warnings, wrap_fsdp
 from .ranks import Ranks
 
-#: The dtype in which `LinearMixedPrecision` is given its buffer.
+#: The dtype in which `Buffered` is given its buffer.
 BUFFER_DTYPE = torch.float64
 
 MP_ALL = MixedPrecision(param_dtype=torch.float16, buffer_dtype=torch.float16, reduce_dtype=torch.float16)
@@ -37,80 +37,22 @@ def is_sharded(unit: FSDP) -> bool:
     return unit.world_size > 1 and unit.sharding_strategy is not ShardingStrategy.NO_SHARD
 
 
-class ForwardChecks:
-    """Goes through the forward with the input, and counts what was looked at on the way."""
+class Buffered(nn.Module):
+    """A Linear(10, 10) without bias, and a buffer."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
-        self.forwards = 0
-        """Forwards of `LinearMixedPrecision` that were checked."""
-
-    def unit(self, unit: FSDP, mixed_precision: MixedPrecision, full_dtype: torch.dtype) -> bool:
-        """Check one unit's flat parameter while some unit computes; whether this one is active: holds the whole."""
-        assert len(unit.params) == 1
-        (flat,) = unit.params
-        if not is_sharded(unit):
-            return False
-        active = bool(flat.data.data_ptr() != flat._local_shard.data_ptr())
-        if not active:
-            assert flat.dtype == full_dtype, f"an inactive unit shows {flat.dtype}"
-        elif mixed_precision.param_dtype is None:
-            assert flat.dtype == full_dtype, f"an active unit shows {flat.dtype}"
-            assert not hasattr(flat, "_mp_shard")
-        else:
-            assert flat.dtype == mixed_precision.param_dtype, f"an active unit shows {flat.dtype}"
-            assert flat._mp_shard.untyped_storage().size() == 0, "the shard in low precision is still there"
-        return active
-
-
-class LinearMixedPrecision(nn.Module):
-    """A Linear(10, 10) without bias that looks, while it computes, at the dtypes of everything.
-
-    Its input and output are the tuple ``(tensor, checks, root, mixed_precision, full_dtype)``.
-    """
-
-    def __init__(self, param_dtype: torch.dtype, buffer_name: str = "buffer", run_checks: bool = True) -> None:
+    def __init__(self, param_dtype: torch.dtype, buffer_name: str) -> None:
         super().__init__()
         self.lin = nn.Linear(10, 10, bias=False).to(param_dtype)
         # A name of its own in each module: one shared by all would hide that prefixes are mixed up.
         self.buffer_name = buffer_name
         self.register_buffer(buffer_name, torch.randn((1, 2), dtype=BUFFER_DTYPE))
-        self.param_dtype = param_dtype
-        self.run_checks = run_checks
 
-    def forward(self, packed: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, checks, root, mixed_precision, full_dtype = packed
-        if self.run_checks:
-            self._check(x, checks, root, mixed_precision, full_dtype)
-        return self.lin(x), checks, root, mixed_precision, full_dtype
-
-    def _check(
-        self,
-        x: torch.Tensor,
-        checks: ForwardChecks,
-        root: nn.Module,
-        mixed_precision: MixedPrecision,
-        full_dtype: torch.dtype,
-    ) -> None:
-        compute_dtype = mixed_precision.param_dtype or self.param_dtype
-        assert x.dtype == compute_dtype, f"the input is {x.dtype}"
-        assert self.lin.weight.dtype == compute_dtype, f"the weight is {self.lin.weight.dtype}"
-        assert self.lin.weight.shape == (10, 10)
-        buffer = getattr(self, self.buffer_name)
-        assert buffer.dtype == (mixed_precision.buffer_dtype or BUFFER_DTYPE), f"{self.buffer_name} is {buffer.dtype}"
-        units = FSDP.fsdp_modules(root)
-        active = [checks.unit(unit, mixed_precision, full_dtype) for unit in units]
-        if any(map(is_sharded, units)):
-            assert any(active), "no unit is active in the forward"
-        checks.forwards += 1
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.lin(x)
+        return output
 
 
-def simple_model(linear: LinearMixedPrecision, device: torch.device, **fsdp_kwargs: Any) -> FSDP:
-    """One unit of one linear layer."""
-    return wrap_fsdp(linear.to(device), **fsdp_kwargs)
-
-
-def nested_model(linears: Iterable[LinearMixedPrecision], device: torch.device, **fsdp_kwargs: Any) -> nn.Module:
+def nested_model(linears: Iterable[Buffered], device: torch.device, **fsdp_kwargs: Any) -> nn.Module:
     """Two linear layers; the first is a unit of its own, the second belongs to the root."""
     model = nn.Sequential(*(linear.to(device) for linear in linears))
     model[0] = wrap_fsdp(model[0], **fsdp_kwargs)
