@@ -18,7 +18,7 @@ from polyshard_tools.doctor.machine import read_machine
 from polyshard_tools.doctor.trial import TrialState, run_trial, trials_for
 from polyshard_tools.forecast import ShapedBatches, find_device, fitted, plan
 from polyshard_tools.forecast.bench import bench
-from processes import KeptRanks, device_of, gpu_ranks, run_processes
+from processes import KeptRanks, device_of, gpu_ranks, run_processes, share_device
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -130,8 +130,9 @@ def measured_links(rank: int) -> list[float]:
 def test_all_ranks_measure_the_same_links() -> None:
     first, second = run(measured_links)
     assert first == pytest.approx(second, rel=1e-12)
-    # Between a slow host's memory and what links of today carry.
-    assert all(1e9 < bandwidth < 2e12 for bandwidth in first)
+    # Between a slow host's memory, or sockets where ranks share a device, and what links of today carry.
+    least = 1e8 if share_device() else 1e9
+    assert all(least < bandwidth < 2e12 for bandwidth in first)
 
 
 def test_devices_are_those_of_torch() -> None:
