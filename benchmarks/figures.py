@@ -219,7 +219,7 @@ def draw_speedups(runs: Mapping[str, Mapping[str, Any]], chart: Path) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, max(speed["max"] for speed in found) + 0.5)
     axes.set_xlabel("steps in the time of one step of FSDP2; longer is better")
-    counted = " to ".join(str(number) for number in rounds)
+    counted = " to ".join(str(number) for number in dict.fromkeys((rounds[0], rounds[-1])))
     told = f"{made['world_size']} x {made['device']}, torch {made['torch']}, {commit_of(made)}"
     defaults = f"polyshard's defaults and the fastest of its peers, medians and range of {counted} rounds."
     _save(figure, "Training speed beside FSDP2's", f"{defaults}\n{told}", chart)
