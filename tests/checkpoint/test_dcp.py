@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import enum
+import io
 import os
 import pickle
 import shutil
@@ -18,11 +19,12 @@ from parity import on_ranks
 from plain_states import State, adamw, differing, made, odd, plain_state, state_of, train
 from polyshard import checkpoint
 from polyshard import state as states
-from polyshard.checkpoint import DcpKeys
+from polyshard.checkpoint import DcpKeys, archive
 from polyshard.errors import CheckpointDamagedError, ConfigError, RankMismatchError, StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.utils.serialization import config
 
 FULL = states.StateOptions(form="full")
 
@@ -169,3 +171,13 @@ def test_where_one_rank_finds_damage_no_rank_has_changed_anything(tmp_path: Path
         assert not differing(plain, state_of(model, optimizer))
 
     on_ranks(2, body)
+
+
+@pytest.mark.parametrize("alignment", [16, 4096])
+def test_torch_loads_a_tensors_archive_whatever_a_program_sets_for_its_own_files(alignment: int) -> None:
+    value = torch.arange(35, dtype=torch.float32).view(5, 7)
+    with config.patch({"save.storage_alignment": alignment}):
+        head, tail = archive.around.__wrapped__(value.dtype, tuple(value.shape))
+    assert len(head) % 64 == 0
+    assert len(head + tail) < 2048
+    assert torch.equal(torch.load(io.BytesIO(head + value.numpy().tobytes() + tail)), value)
