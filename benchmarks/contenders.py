@@ -190,14 +190,17 @@ class CapturedPolyshard:
 
 
 def contender(name: str, compiled: bool = False) -> Contender:
-    """The peer called ``name``; ``+compile`` at its end, or ``compiled``, compiles its blocks.
+    """The peer called ``name``.
 
+    ``+compile`` at its end, or ``compiled``, compiles its blocks, and ``+compile-model`` the whole of the model.
     ``:without=NAME`` switches a mechanism of polyshard's off, one of ``switches.py``.
 
     Raises ``ValueError`` for a name that means none, naming those that there are.
     """
-    family = name.removesuffix("+compile")
-    compiled = compiled or name != family
+    family, _, compiles = name.partition("+")
+    if compiles not in ("", "compile", "compile-model"):
+        raise ValueError(f"peer {name!r}: '+{compiles}' compiles nothing. There are: +compile, +compile-model.")
+    compiles = compiles or ("compile" if compiled else "")
     base, _, rest = family.partition(":")
     build: Callable[[Site], Step]
     switch: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -211,10 +214,12 @@ def contender(name: str, compiled: bool = False) -> Contender:
         build = _PEERS[base]
     else:
         raise ValueError(f"no peer is called {name!r}. Peers: {', '.join(peer_names())}.")
-    if compiled and base == "ddp":
+    if compiles and base == "ddp":
         # torch.compile splits graphs at DDP's buckets by itself, which is another measurement.
         raise ValueError(f"peer {name!r}: ddp is timed without torch.compile only.")
-    return Contender(f"{family}+compile" if compiled else family, compiled, "captured" in base, build, switch)
+    if compiles == "compile-model":
+        build = partial(_compiled_model, build)
+    return Contender("+".join(filter(None, (family, compiles))), bool(compiles), "captured" in base, build, switch)
 
 
 def peer_names() -> list[str]:
@@ -234,6 +239,15 @@ def _compiled(model: LanguageModel, site: Site) -> LanguageModel:
         for block in model.blocks:
             block.compile()
     return model
+
+
+def _compiled_model(build: Callable[[Site], Step], site: Site) -> Step:
+    """A peer whose model is compiled as one, when it is sharded: the graph breaks where the sharder lets it."""
+    step = build(replace(site, compiled=False))
+    if not isinstance(step, EagerStep | LocalStep):
+        raise NotServedError("no step of this peer is one model's")
+    step.model.compile()
+    return step
 
 
 def adamw(parameters: Iterable[Any], *, capturable: bool = False) -> torch.optim.AdamW:

@@ -39,8 +39,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser = runs.make_parser(
         description,
         f"workloads:\n{sizes}\n\npeers: {', '.join(peer_names())}; polyshard:forward_prefetch=2 sets what "
-        "POLYSHARD_FORWARD_PREFETCH=2 would;\nNAME+compile compiles every block; polyshard:without=MECHANISM lacks one "
-        f"of\n{', '.join(SWITCHES)}.",
+        "POLYSHARD_FORWARD_PREFETCH=2 would;\nNAME+compile compiles every block, NAME+compile-model the whole model;\n"
+        f"polyshard:without=MECHANISM lacks one of\n{', '.join(SWITCHES)}.",
         pretends=True,
     )
     parser.add_argument("--work", help="workloads (default: host,300m,1b,8b; with --train 300m)")

@@ -228,10 +228,12 @@ class Benchmark:
         self.memory.reset_peaks()
         retries = self.memory.retries()
         reserved_after_2 = self.memory.reserved()
+        compiled, compiled_in_2 = _graphs(), 0
         with undisturbed():
             for index in range(warmup + steps):
                 self._advance(run, pool)
                 if index < 2:
+                    compiled_in_2 = _graphs() - compiled
                     # The second step is the first that has optimizer state from its beginning.
                     reserved_after_2 = self.memory.reserved()
                     whole = larger(whole, self.memory.peaks())
@@ -250,6 +252,8 @@ class Benchmark:
             "device_used_gib": _rounded(self.memory.used()),
             "alloc_retries": self.memory.retries() - retries,
         }
+        if run.peer.compiled:
+            found |= {"graphs": _graphs() - compiled, "graphs_in_2_steps": compiled_in_2}
         if profiles:
             with together(self.ranks):
                 assert run.step is not None
@@ -329,6 +333,11 @@ def _groups() -> list[dist.ProcessGroup]:
     from torch.distributed.distributed_c10d import _world
 
     return list(_world.pg_map)
+
+
+def _graphs() -> int:
+    """How many graphs were compiled so far."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def _above(left: float, value: float | None) -> float | None:

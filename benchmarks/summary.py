@@ -44,7 +44,7 @@ def _of_one(rows: Sequence[Row], workload: str, peer: str) -> dict[str, Any]:
     figures["alloc_retries"] = max(row.get("alloc_retries") or 0 for row in done.values())
     if errors:
         figures["errors"] = errors
-    suffix = "+compile" if peer.endswith("+compile") else ""
+    suffix = "".join(peer.partition("+")[1:])
     for name in BASELINES:
         theirs = {
             row["round"]: row
