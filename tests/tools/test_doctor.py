@@ -41,6 +41,7 @@ BARE = Machine(
 #: Two devices that reach each other.
 PAIR = dataclasses.replace(
     BARE,
+    environ={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
     devices=(H200, dataclasses.replace(H200, peers=frozenset({0}))),
     nvidia_devices=2,
     cuda="13.0",
@@ -86,7 +87,9 @@ def test_there_is_nothing_to_say_of_a_machine_in_order(machine: Machine) -> None
         (PAIR, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, {"TORCH_DISTRIBUTED_DEBUG": HINT}),
         (PAIR, {"TORCH_DISTRIBUTED_DEBUG": "INFO"}, {}),
         (PAIR, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "0"}, {"PYTORCH_NO_CUDA_MEMORY_CACHING": PROBLEM}),
-        (PAIR, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {}),
+        (PAIR, {"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": HINT}),
+        (PAIR, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, {"PYTORCH_ALLOC_CONF": HINT}),
+        (PAIR, {"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments: True"}, {}),
         (PAIR, {"OMP_NUM_THREADS": "4"}, {}),
         (PAIR, {"OMP_NUM_THREADS": "5"}, {"OMP_NUM_THREADS": HINT}),
         (BARE, {"OMP_NUM_THREADS": "2", "LOCAL_WORLD_SIZE": "8"}, {"OMP_NUM_THREADS": HINT}),
@@ -105,7 +108,8 @@ def test_there_is_nothing_to_say_of_a_machine_in_order(machine: Machine) -> None
 def test_a_variable_is_told_where_it_hurts(
     machine: Machine, environ: dict[str, str], expected: dict[str, Level]
 ) -> None:
-    assert told(checks.variables(dataclasses.replace(machine, environ=environ))) == expected
+    machine = dataclasses.replace(machine, environ={**machine.environ, **environ})
+    assert told(checks.variables(machine)) == expected
 
 
 def test_a_misspelt_setting_is_told_with_the_one_that_was_meant() -> None:

@@ -250,10 +250,21 @@ def variables(machine: Machine) -> Section:
         level = Level.FINE if value is None else rule.hurts(value, machine)
         if level is not Level.FINE:
             findings.append(Finding(level, rule.variable, f"is {value!r}", rule.why, rule.cure, rule.source))
-    findings += [*_threads(machine), *_visible(machine), *_settings(machine)]
+    findings += [*_allocator(machine), *_threads(machine), *_visible(machine), *_settings(machine)]
     names = ("CUDA_", "GLOO_", "NCCL_", "OMP_NUM", "PYTORCH_", "TORCH_", ENVIRONMENT_PREFIX)
     facts = [(name, value) for name, value in sorted(machine.environ.items()) if name.startswith(names)]
     return Section("variables", tuple(facts), tuple(findings))
+
+
+def _allocator(machine: Machine) -> Iterator[Finding]:
+    # Torch reads the second where the first is not set.
+    name = next((name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if machine.environ.get(name)), None)
+    given = "" if name is None else machine.environ[name]
+    if machine.devices and "expandable_segments:true" not in given.replace(" ", "").lower():
+        what = f"is {given!r}, without expandable_segments" if name else "does not ask for expandable_segments"
+        why = "torch keeps segments of fixed sizes, between which memory is lost"
+        cure = "where memory is short: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        yield Finding(Level.HINT, name or "PYTORCH_ALLOC_CONF", what, why, cure, "polyshard, docs/memory.md")
 
 
 def _threads(machine: Machine) -> Iterator[Finding]:
