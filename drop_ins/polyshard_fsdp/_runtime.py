@@ -47,8 +47,11 @@ class FSDPModuleState(ModuleState):
         *,
         full_precision_in_eval: bool,
     ) -> None:
-        # Gathered in every module's backward, as in FSDP, whose users see whole parameters there.
-        super().__init__("", instance, units, full_precision_in_eval=full_precision_in_eval)
+        # Gathered in every module's backward, as in FSDP, whose users see whole parameters there. A container without
+        # any hides none of those behind it.
+        super().__init__(
+            "", instance, units, full_precision_in_eval=full_precision_in_eval, reads_in_backward=bool(units)
+        )
         self.instance = instance
         #: The module that the user gave; ``module`` is the instance itself, the wrapper around it.
         self.inner = inner
@@ -69,10 +72,10 @@ class FSDPModuleState(ModuleState):
         return state
 
     @override
-    def pre_backward(self, *, prefetches: bool = True) -> None:
+    def pre_backward(self, batches: Sequence[Sequence[ModuleState]] | None) -> None:
         if not self.in_backward:
             self.point(HandleTrainingState.BACKWARD_PRE)
-        super().pre_backward(prefetches=prefetches)
+        super().pre_backward(batches)
 
     @override
     def prefetch(self, batches: Sequence[Sequence[ModuleState]]) -> None:
@@ -391,7 +394,7 @@ class ForwardOrder:
 
 
 class UnitSchedule(ExecutionOrder[ModuleState]):
-    """A execution order of the modules that have parameters: a container without any hides none of those behind it."""
+    """An order of the modules that have parameters, compared between ranks where that is asked for."""
 
     def __init__(self, forward_ahead: int, backward_ahead: int, order: ForwardOrder | None) -> None:
         super().__init__(forward_ahead, backward_ahead)
@@ -405,15 +408,6 @@ class UnitSchedule(ExecutionOrder[ModuleState]):
             assert isinstance(module_state, FSDPModuleState)
             self._order.enter(module_state.instance._handle, training=module_state.module.training)
         return super().enter(module_state)
-
-    @override
-    def leave(self, module_state: ModuleState) -> None:
-        if module_state.units:
-            super().leave(module_state)
-
-    @override
-    def enter_backward(self, module_state: ModuleState) -> list[list[ModuleState]]:
-        return super().enter_backward(module_state) if module_state.units else []
 
 
 def checks_order() -> bool:

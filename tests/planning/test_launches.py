@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from polyshard.planning import thresholds
 from polyshard.planning.launches import Buckets, ReduceMode, alike
-from polyshard.runtime.order import ExecutionOrder
+from polyshard.runtime.order import ExecutionOrder, Order
 
 MESHES = 50
 
@@ -148,10 +148,10 @@ def launches_of(model: Model, rank: int) -> list[Launch]:
         for module in modules:
             fetch(module, order.enter(module))
             gathered.difference_update(unit for unit in module.units if not unit.kept)
-            order.leave(module)
         order.end_forward()
-        for module in reversed(modules):
-            fetch(module, order.enter_backward(module))
+        backward = Order(modules[::-1], order.backward_ahead, order.batch_nbytes)
+        for module, batches in zip(backward.module_states, backward.behind, strict=True):
+            fetch(module, batches)
             gathered.difference_update(module.units)
             for same in alike(module.units, [unit.kind for unit in module.units]):
                 kind = same[0].kind
@@ -161,7 +161,6 @@ def launches_of(model: Model, rank: int) -> list[Launch]:
                     reduce(bucket.members)
         for bucket in buckets.close():
             reduce(bucket.members)
-        order.end_backward()
     return issued
 
 

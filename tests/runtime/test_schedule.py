@@ -93,6 +93,12 @@ def test_units_are_fetched_as_far_ahead_as_asked(ahead: int) -> None:
     square_step(model, 1, 0)
     forward = [{f"blocks.{each}" for each in range(index, min(4, index + ahead + 1))} for index in range(4)]
     assert gathered["forward"] == forward
+    # A backward each behind both forwards, as in a pipeline.
+    losses = [model(draw(4, 3)).square().mean() for _ in range(2)]
+    gathered["backward"].clear()
+    for loss in losses:
+        loss.backward()
+    assert gathered["backward"] == [*backward, *backward]
     for handle in handles:
         handle.remove()
 

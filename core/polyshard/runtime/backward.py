@@ -14,22 +14,24 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from .. import _torch_private
+from .order import ExecutionOrder, Gathered, Order
 
 
-class Followed(Protocol):
+class Followed(Gathered, Protocol):
     """A module, as a backward goes through it."""
 
+    reads_in_backward: bool
     joins_reduction: bool
     recomputed: bool
 
     def unshard(self) -> None:
         """Gather for this rank, and for others."""
 
-    def gather_for_others(self) -> None:
-        """Gather with ranks whose backward comes through here."""
+    def gather_for_others(self, batches: Sequence[Sequence[Any]]) -> None:
+        """Gather with ranks whose backward comes through here, and ``batches``, which come next."""
 
     def late_post_backward(self) -> None:
         """Reduce with ranks whose backward came through here."""
@@ -88,17 +90,22 @@ class ForwardRecord(Generic[T]):
 class BackwardPass(Generic[T]):
     """The backward that runs, along the records of the forwards that it goes through, and how far it has come."""
 
-    def __init__(self, units: Sequence[Trained], turn: Callable[[], None]) -> None:
-        """``units``: all of the model's. ``turn``: called where it leaves one forward for an earlier one."""
+    def __init__(self, units: Sequence[Trained], turn: Callable[[], None], execution_order: ExecutionOrder[T]) -> None:
+        """``units``: all of the model's. ``turn``: called where it leaves one forward for an earlier one.
+
+        ``execution_order``: how far ahead backwards gather, and in which batches.
+        """
         #: Whether it adds to gradients: ``autograd.grad`` does not.
         self.accumulates = False
-        self._units, self._turn = units, turn
+        self._units, self._turn, self._execution_order = units, turn, execution_order
         # The record that it follows; None before the first.
         self._record: ForwardRecord[T] | None = None
         # Records that it is done with.
         self._left: set[ForwardRecord[T]] = set()
         self._order: list[Point[T]] = []
         self._index: dict[Point[T], int] = {}
+        # By module state: the batches to gather where the backward comes to it.
+        self._behind: dict[T, list[list[T]]] = {}
         self._recomputed: set[T] = set()
         self._done = 0
         # The points that ``_order`` was made of: steps repeat.
@@ -141,7 +148,7 @@ class BackwardPass(Generic[T]):
             self._follow(self._rest())
             if self._record is not None:
                 self._turn()
-            for between in self._behind(forward_record):
+            for between in self._between(forward_record):
                 self._go_through(between)
             self.begin(forward_record)
             if forward_record.reentrant:
@@ -158,6 +165,15 @@ class BackwardPass(Generic[T]):
             point.module_state.joins_reduction = self.accumulates
         return True
 
+    def arrive_at(self, forward_record: ForwardRecord[T], point: Point[T]) -> Sequence[Sequence[T]] | None:
+        """As ``arrive``; returns the batches to gather next, None where ``point`` is not new."""
+        return self.batches_behind(point.module_state) if self.arrive(forward_record, point) else None
+
+    def batches_behind(self, module_state: T) -> Sequence[Sequence[T]]:
+        """The batches to gather where the backward comes to ``module_state``, unless they are already."""
+        hints = self._execution_order.backward_hints
+        return hints[module_state] if module_state in hints else self._behind.get(module_state, ())
+
     def begin(self, forward_record: ForwardRecord[T]) -> None:
         """Follow ``forward_record`` from its end, behind all of the record before."""
         if self._record is not None:
@@ -169,6 +185,13 @@ class BackwardPass(Generic[T]):
             self._order = _order_of(self._ordered)
             self._index = {point: index for index, point in enumerate(self._order)}
             self._recomputed = {point.module_state for point in self._order if point.action is BackwardAction.RECOMPUTE}
+            gathered = [
+                point.module_state
+                for point in self._order
+                if point.action is BackwardAction.PRE_BACKWARD and point.module_state.reads_in_backward
+            ]
+            order = Order(gathered, self._execution_order.backward_ahead, self._execution_order.batch_nbytes)
+            self._behind = dict(zip(gathered, order.behind, strict=True))
 
     def end(self) -> None:
         """Do all that is left, and end."""
@@ -191,7 +214,7 @@ class BackwardPass(Generic[T]):
         self._done = len(self._order)
         return left
 
-    def _behind(self, forward_record: ForwardRecord[T]) -> list[ForwardRecord[T]]:
+    def _between(self, forward_record: ForwardRecord[T]) -> list[ForwardRecord[T]]:
         """Forwards of inner modules that were called after ``forward_record``, and not followed yet; latest first."""
         found: list[ForwardRecord[T]] = []
         if self.accumulates and forward_record in self._apart.values():
@@ -218,7 +241,7 @@ class BackwardPass(Generic[T]):
             elif point.action is BackwardAction.RECOMPUTE:
                 module_state.unshard()
             else:
-                module_state.gather_for_others()
+                module_state.gather_for_others(self.batches_behind(module_state))
 
 
 def _order_of(points: Sequence[Point[T]]) -> list[Point[T]]:

@@ -32,8 +32,6 @@ from .states import Phase
 class GroupedState(ModuleState):
     """Several modules that one module state stands for, in a step."""
 
-    #: Whether it was left in this round with gradients on.
-    left = False
     #: Whether one that ran in this round may save parameters for backward where none is expected to.
     computes_otherwise = False
 
@@ -47,7 +45,7 @@ class GroupedState(ModuleState):
         if self.to_run:
             return False
         self.to_run.update(self.modules)
-        self.left = self.computes_otherwise = False
+        self.computes_otherwise = False
         return True
 
     @override
@@ -107,14 +105,6 @@ class GroupedHooks(ForwardHooks):
         self._computed(False)
         released = [unit for unit in state.units if unit.retention.policy.releases[False]]
         refuse_escape(released, output, state.name)
-
-    @override
-    def _end_record(self, root: Root) -> None:
-        state = self.module_state
-        if state.left and torch.is_grad_enabled():
-            state.execution_order.forget_leaving(state)
-        super()._end_record(root)
-        state.left |= torch.is_grad_enabled()
 
     @override
     def _give_up(self, root: Root, recomputes: bool) -> None:

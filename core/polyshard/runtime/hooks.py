@@ -347,8 +347,6 @@ class ForwardHooks:
         if module_state.merged or not torch.is_grad_enabled():
             return
         root.forward_record.points.append(module_state.exit)
-        if module_state.reads_in_backward:
-            module_state.execution_order.leave(module_state)
 
     def _give_up(self, root: Root, recomputes: bool) -> None:
         module_state = self.module_state
@@ -461,17 +459,15 @@ def pre_backward(
     again = torch.is_grad_enabled()
     if again and root.backward.accumulates:
         raise gradients_without_graph(module_state.label, module_state.rank)
-    prefetches = True
+    batches: Sequence[Sequence[ModuleState]] | None = None
     if forward_record is None:
         # On no record that other ranks know of: they must recompute, too.
         module_state.joins_reduction = True
-    elif post_backward_at is not module_state.entry:
-        # Gathered where the checkpoint entered it again, on all ranks alike.
-        prefetches = False
-    else:
-        # Done already, on the way to an inner module that returned the same tensor: prefetches are on their way.
-        prefetches = root.backward.arrive(forward_record, module_state.exit)
-    module_state.pre_backward(prefetches=prefetches)
+    elif post_backward_at is module_state.entry:
+        # None on the way to an inner module that returned the same tensor.
+        batches = root.backward.arrive_at(forward_record, module_state.exit)
+    # Otherwise gathered where the checkpoint entered it again, on all ranks alike.
+    module_state.pre_backward(batches)
     if not again:
         return None
     left = partial(_when_differentiated_again, module_state)
@@ -487,7 +483,7 @@ def pre_backward_again(module_state: ModuleState, *_: Any) -> None:
     root = module_state.root
     root.enter_backward()
     module_state.differentiated_again = True
-    module_state.pre_backward(prefetches=False)
+    module_state.pre_backward(None)
 
 
 def _when_differentiated_again(module_state: ModuleState, *_: Any) -> Hook | None:

@@ -205,10 +205,10 @@ class ModuleState:
             else:
                 unit.gathered.reshard()
 
-    def pre_backward(self, *, prefetches: bool = True) -> None:
+    def pre_backward(self, batches: Sequence[Sequence[ModuleState]] | None) -> None:
         """Gather the parameters again, before the first of the module's autograd nodes runs.
 
-        ``prefetches``: whether to gather the module states that come next, too.
+        ``batches``: module states that come next, to be gathered, too; None where they were issued already.
         """
         if self.backward_state is BackwardState.PRE_BACKWARD:
             for unit in self.units:
@@ -230,16 +230,19 @@ class ModuleState:
                 unit.gathered.show()
             for observer in unit.observers:
                 observer(UnitEvent(UnitOperation.COMPUTE, unit.spec, backward=True))
-        if prefetches:
-            self.prefetch(self.execution_order.enter_backward(self))
+        if batches is not None:
+            self.prefetch(batches)
 
-    def gather_for_others(self) -> None:
-        """Gather with the other ranks, whose backward may come through here where this one's does not."""
+    def gather_for_others(self, batches: Sequence[Sequence[ModuleState]]) -> None:
+        """Gather with the other ranks, whose backward may come through here where this one's does not.
+
+        ``batches``: as of ``pre_backward``.
+        """
         if self.backward_state is BackwardState.PRE_BACKWARD:
             return
         if self.reads_in_backward:
             self.unshard()
-        self.prefetch(self.execution_order.enter_backward(self))
+        self.prefetch(batches)
 
     def prefetch(self, batches: Sequence[Sequence[ModuleState]]) -> None:
         """Gather the module states that come next in the backward."""

@@ -1,7 +1,7 @@
 """In which order modules are gathered: recorded in forwards, so that all ranks issue collectives alike.
 
 ``ExecutionOrder`` answers which modules to prefetch, from recorded order and sizes alone, never from timing. Batches
-are planned in ``planning/launches.py``.
+are planned in ``planning/launches.py``; in which order a backward comes through modules is ``backward.py``'s to say.
 
 [Note: routes]
 Not every forward takes the same way: an encoder and a decoder are called in turns, blocks of a mixture change places,
@@ -37,13 +37,13 @@ S = TypeVar("S", bound=Gathered)
 MOST_ROUTES = 8
 
 
-class _Order(Generic[S]):
+class Order(Generic[S]):
     """Module states in the order in which they are expected, in batches."""
 
     def __init__(self, module_states: Sequence[S], ahead: int, batch_nbytes: int) -> None:
         self.module_states = list(module_states)
         #: The order that the next forward took when one had taken this.
-        self.then: _Order[S] = self
+        self.then: Order[S] = self
         # The first one is entered before anything can be prefetched.
         sizes = [module_state.launch_nbytes for module_state in self.module_states[1:]]
         batched = batch_ends(sizes, batch_nbytes) if batch_nbytes else range(1, len(sizes) + 1)
@@ -70,27 +70,23 @@ class ExecutionOrder(Generic[S]):
 
     def __init__(self, forward_ahead: int, backward_ahead: int, batch_nbytes: int = 0) -> None:
         self._forward_ahead = forward_ahead
-        self._backward_ahead = backward_ahead
+        self.backward_ahead = backward_ahead
         self.batch_nbytes = batch_nbytes
         #: Of modules that say it: what is gathered behind them, in the place of what was recorded.
         self.forward_hints: Mapping[S, list[list[S]]] = {}
         self.backward_hints: Mapping[S, list[list[S]]] = {}
         # Those that finished forwards took, the last one first. One that is kept leads to one that is kept: what came
         # after it is more recent.
-        self._routes: list[_Order[S]] = []
-        self._backward_order: _Order[S] = _Order((), 0, 0)
-        self._backward_stale = False
+        self._routes: list[Order[S]] = []
         self._entered: list[S] = []
         # The one that the forward follows; None where it follows none.
-        self._route: _Order[S] | None = None
-        self._left: list[S] = []
-        self._cursor = 0
+        self._route: Order[S] | None = None
 
     @property
     def ahead(self) -> int:
         """The most modules whose gathers are issued before they are needed."""
         hints = (*self.forward_hints.values(), *self.backward_hints.values())
-        return max(self._forward_ahead, self._backward_ahead, *map(len, hints))
+        return max(self._forward_ahead, self.backward_ahead, *map(len, hints))
 
     @property
     def order(self) -> tuple[S, ...]:
@@ -119,7 +115,7 @@ class ExecutionOrder(Generic[S]):
         if taken is None or taken.module_states != self._entered:
             taken = next((route for route in self._routes if route.module_states == self._entered), None)
         if taken is None:
-            taken = _Order(self._entered, self._forward_ahead, self.batch_nbytes)
+            taken = Order(self._entered, self._forward_ahead, self.batch_nbytes)
         if self._routes:
             self._routes[0].then = taken
             if self._routes[0] is taken:
@@ -163,45 +159,6 @@ class ExecutionOrder(Generic[S]):
             and len(self._entered) == len(route.module_states)
             and _turning(route.module_states) is module_state
         )
-
-    def leave(self, module_state: S) -> None:
-        """``module_state`` ended a forward that has a backward."""
-        self._left.append(module_state)
-        self._backward_stale = True
-        self._cursor = len(self._left)
-
-    def forget_leaving(self, module_state: S) -> None:
-        """``module_state`` was not released since it was left last, and is left again: that counts, and once."""
-        for position in reversed(range(len(self._left))):
-            if self._left[position] is module_state:
-                del self._left[position]
-                return
-
-    def enter_backward(self, module_state: S) -> list[list[S]]:
-        """``module_state`` starts its backward; returns the batches to gather now, as ``enter`` does.
-
-        A backward visits modules in the reverse of the order in which forwards left them. The cursor moves down only,
-        so that a backward over part of the graph skips modules.
-        """
-        position = self._cursor - 1
-        while position >= 0 and self._left[position] is not module_state:
-            position -= 1
-        hinted = self.backward_hints.get(module_state) if self.backward_hints else None
-        if position < 0:
-            return hinted or []
-        self._cursor = position
-        if self._backward_stale:
-            self._backward_stale = False
-            left = self._left[::-1]
-            if self._backward_order.module_states != left:
-                self._backward_order = _Order(left, self._backward_ahead, self.batch_nbytes)
-        return hinted or self._backward_order.behind[len(self._left) - 1 - position]
-
-    def end_backward(self) -> None:
-        """The backward ended; the next one starts from fresh forwards."""
-        self._left.clear()
-        self._backward_stale = True
-        self._cursor = 0
 
 
 def _turning(module_states: Sequence[S]) -> S | None:

@@ -143,7 +143,7 @@ class Root:
         self.backward_may_end: Callable[[], object] = lambda: None
         self._when_given_up = partial(_tell_failed_backward, weakref.ref(self))
         #: The backward that runs.
-        self.backward: BackwardPass[ModuleState] = BackwardPass(self.units, self._turn)
+        self.backward: BackwardPass[ModuleState] = BackwardPass(self.units, self._turn, execution_order)
         #: Whether an optimizer changed parameters inside of the forward that began last.
         self.outdated = False
         #: Finds modules and parameters that came into the model later; None where nobody looks.
@@ -455,7 +455,6 @@ class Root:
         for unit in self.units:
             if unit.gradients.reduced:
                 unit.gradients.end_backward()
-        self.execution_order.end_backward()
 
     def settle(self) -> None:
         """End what backwards left: hand over their gradients, and let parameters that they kept be old."""
@@ -503,7 +502,6 @@ class Root:
         self.active = None
         self._unfinished = self.reduces_once = False
         self.phase = Phase.IDLE if self.recorder.failure is None else Phase.FAILED
-        self.execution_order.end_backward()
         self.backward.give_up()
         self.reducer.forget()
         self.streams.give_up()
