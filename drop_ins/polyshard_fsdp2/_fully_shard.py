@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._meshes import DataMesh, Placed, data_mesh, places_of, placings_of
 from ._settings import config_for
-from ._state import STATE_ATTRIBUTE, Asked, State, state_of, states_in, together
+from ._state import STATE_ATTRIBUTE, State, state_of, states_in, together
 from ._torch_private import note_composed
 from .fsdp_module import FSDPModule, class_of
 from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -107,7 +107,7 @@ def _shard(
     placings = placings_of(named.items(), shard_placement_fn, over)
     places = places_of(named, placings, over)
     placed = Placed(placings, mp_policy)
-    state = State(tuple(modules), Asked(settings(named), ignored, placed, places))
+    state = State(tuple(modules), settings(named), ignored, placed, places)
     state.cut()
     for each in modules:
         each.__dict__[STATE_ATTRIBUTE] = state
