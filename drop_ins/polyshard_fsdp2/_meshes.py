@@ -274,7 +274,6 @@ class Placed:
         return dtensor_spec(mesh, placements, shape, stride, whole.dtype)
 
     def flat_spec(self, numel: int, dtype: torch.dtype) -> Any:
-        """See the engine's ``Placements``."""
         # What is in one unit is over one mesh.
         over = next(iter(self.placings.values())).over
         placements: list[Placement] = [Replicate()] * over.mesh.ndim
@@ -285,7 +284,6 @@ class Placed:
     def extension_arguments(
         self, parameter: ManagedParameter, kept: torch.dtype, dtypes: UnitDtypes
     ) -> ExtensionArguments:
-        """See the engine's ``Placements``."""
         mesh = self.placings[parameter.names[0]].over.mesh
         if mesh.ndim == 2:
             assert mesh.mesh_dim_names is not None
@@ -316,7 +314,8 @@ def placings_of(
             first, or along that and gathers itself.
         ConfigAssertionError: a parameter has no such dimension.
         ConfigError, ConfigTypeError: ``shard_placement_fn`` answered nothing that is known.
-        ParameterError: a parameter is not on the mesh whose dimensions were named, or not replicated over these.
+        ParameterError: a parameter is a scalar, not on the mesh whose dimensions were named, or not replicated over
+            these.
     """
     if shard_placement_fn is not None and not over.cuts:
         raise ConfigError(
@@ -326,6 +325,11 @@ def placings_of(
     meshes: dict[int, DataMesh] = {}
     found = {}
     for name, parameter in named:
+        if parameter.ndim == 0:
+            raise ParameterError(
+                f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1. Or pass "
+                "it in ignored_params, or shard the model with polyshard.shard."
+            )
         if not parameter.is_contiguous():
             raise UnsupportedError(
                 f"FSDP does not support non-contiguous parameters yet: '{name}' has shape "
