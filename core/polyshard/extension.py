@@ -21,7 +21,7 @@ from .events import Events
 from .functions.norms import clip_grad_norm
 from .functions.whole import gather_whole, own_part, write_back
 from .nested import map_tensors
-from .planning.extensions import ExtensionArguments, gathers_itself, inner_tensors
+from .planning.extensions import ExtensionArguments, gathers_itself, inner_tensors, rows_of
 from .planning.groups import ThenAllReduce, UnitRanks
 from .planning.layout import FlatLayout, Piece, Slot, contiguous_stride, dense_stride, product
 from .planning.parts import LeafForm, ParameterPlace, TensorPart, dtensor_leaf, is_dtensor, local_of, plain_parameter
