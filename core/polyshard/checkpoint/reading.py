@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from ..errors import CheckpointDamagedError, ConfigError, PolyshardError, StateError
 from ..inspect import without_wrappers
-from ..io.boxes import Box, box_within, row_major, span
+from ..io.boxes import Box, box_within, contiguous_stride, span
 from ..io.files import MOST, carried_out, digest_of
 from ..io.memory import flat_bytes, memory_of_machine, view_of
 from ..io.progress import report_progress
@@ -130,7 +130,7 @@ def _wanted(names: Sequence[str], target: torch.Tensor, stored: StoredTensor) ->
             start = tuple(map(operator.sub, common.offsets, box.offsets))
             first, stop = span(box.sizes, Box(start, common.sizes))
             part = box_within(have.view, have.box, common)
-            strides = None if stop - first == common.numel else row_major(box.sizes)
+            strides = None if stop - first == common.numel else contiguous_stride(box.sizes)
             file = names[stored.files[number]]
             yield _Wanted(file, at + first * itemsize, at + stop * itemsize, part, strides)
 
