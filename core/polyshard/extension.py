@@ -14,18 +14,18 @@ from ._torch_private import (
     in_backward,
     in_functional_call,
     joined_mesh,
-    strided_shard,
     uncompiled_alone,
     without_torch_function,
 )
 from .events import Events
 from .functions.norms import clip_grad_norm
 from .functions.whole import gather_whole, own_part, write_back
-from .nested import iter_tensors, map_tensors
-from .planning.extensions import ExtensionArguments, gathers_itself, inner_tensors
+from .nested import map_tensors
+from .planning.extensions import ExtensionArguments, gathers_itself, inner_tensors, rows_of
 from .planning.groups import ThenAllReduce, UnitRanks
 from .planning.layout import FlatLayout, Piece, Slot, contiguous_stride, dense_stride, product
 from .planning.parts import LeafForm, ParameterPlace, TensorPart, dtensor_leaf, is_dtensor, local_of, plain_parameter
+from .planning.placements import Placing
 from .planning.plan import (
     MODULE_STATE_ATTRIBUTE,
     GroupedModules,

@@ -102,7 +102,11 @@ class PipelineStage(torch_pipelining.PipelineStage):
                 "(perform_reduce_grad). Install another version."
             )
         root = outermost_root(module, "PipelineStage()")
-        self._root, self.gathers = root, _gathers_of(gathers)
+        self._root = root
+        try:
+            self.gathers = Gathers(gathers)
+        except ValueError:
+            raise ConfigError(f"gathers={gathers!r} is neither 'schedule' nor 'microbatch'.") from None
         is_drop_in = isinstance(module, FSDPModule)
         if is_drop_in and self.gathers is Gathers.MICROBATCH:
             raise UnsupportedError(
@@ -492,13 +496,6 @@ def _divided(units: Sequence[Unit], divisor: int) -> Iterator[None]:
     finally:
         for unit, scale in zip(units, before, strict=True):
             unit.gradients.scale = scale
-
-
-def _gathers_of(given: Gathers | str) -> Gathers:
-    try:
-        return Gathers(given)
-    except ValueError:
-        raise ConfigError(f"gathers={given!r} is neither 'schedule' nor 'microbatch'.") from None
 
 
 def _refuse_shared(root: Root, stage_index: int) -> None:

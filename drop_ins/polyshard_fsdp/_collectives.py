@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -91,26 +92,24 @@ def _divide_(tensor: torch.Tensor, divisor: float) -> None:
         tensor.div_(divisor, rounding_mode="trunc")
 
 
+@dataclass(slots=True)
 class _HostWork:
     """An operation in flight on another thread, and the local part that follows it."""
 
-    __slots__ = ("_finish", "_note", "_work")
-
-    def __init__(self, work: Any, finish: Callable[[], None] | None, note: str) -> None:
-        self._work = work
-        self._finish = finish
-        self._note = note
+    work: Any
+    finish: Callable[[], None] | None
+    note: str
 
     def wait(self) -> None:
-        if self._work is not None:
+        if self.work is not None:
             try:
-                self._work.wait()
+                self.work.wait()
             except RuntimeError as error:
-                error.add_note(self._note)
+                error.add_note(self.note)
                 raise
-            self._work = None
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
+            self.work = None
+        if self.finish is not None:
+            finish, self.finish = self.finish, None
             finish()
 
 

@@ -248,16 +248,12 @@ def check_parameters(
                 f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
             )
         if device is not None and parameter.device.type not in ("cpu", "meta") and parameter.device != device:
-            _refuse_device(rank, parameter.device, device)
+            raise ConfigError(
+                f"Inconsistent compute device and `device_id` on rank {rank}: {parameter.device} vs {device}; move the "
+                f"module to {device} or leave `device_id` out"
+            )
     if param_init_fn is not None and not callable(param_init_fn) and managed.has_meta_tensors:
         raise ConfigError(f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}")
-
-
-def _refuse_device(rank: int, compute_device: torch.device, device: torch.device) -> None:
-    raise ConfigError(
-        f"Inconsistent compute device and `device_id` on rank {rank}: {compute_device} vs {device}; move the module "
-        f"to {device} or leave `device_id` out"
-    )
 
 
 def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:

@@ -324,13 +324,10 @@ class UnusedUnit:
     def finish(self) -> None:
         """The reduction is done: drop gradients to which no rank gave anything."""
         reduced = [(parameter, parameter.grad) for parameter in self._fresh if parameter.grad is not None]
-        if all(_is_negative_zero(gradient.reshape(-1)[: self._used]) for _, gradient in reduced):
+        used = (gradient.reshape(-1)[: self._used] for _, gradient in reduced)
+        if all(bool(((each == 0) & torch.signbit(each)).all()) for each in used):
             for parameter, _ in reduced:
                 parameter.grad = None
-
-
-def _is_negative_zero(tensor: torch.Tensor) -> bool:
-    return bool(((tensor == 0) & torch.signbit(tensor)).all())
 
 
 class _OrderOfRanks(_torch_private.ExecutionOrder):  # type: ignore[misc]

@@ -8,18 +8,11 @@ from typing import Any, cast
 
 import torch
 from polyshard.errors import StateError, UnsupportedError
-from polyshard.extension import TensorPart, contiguous_stride, is_dtensor, local_of, product
+from polyshard.extension import TensorPart, contiguous_stride, is_dtensor, local_of, product, rows_of
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_private
 from ._state import FSDPInstance
-
-
-def rows_of(total: int, ranks: int) -> list[tuple[int, int]]:
-    """``(first, count)`` of each rank's rows out of ``total``: rounded up for the first ranks, none for the last."""
-    most = -(-total // ranks)
-    starts = [min(rank * most, total) for rank in range(ranks)]
-    return [(start, min(most, total - start)) for start in starts]
 
 
 def own_rows(whole: torch.Tensor, instance: FSDPInstance, mesh: DeviceMesh | None, *, offload: bool) -> torch.Tensor:
@@ -27,9 +20,9 @@ def own_rows(whole: torch.Tensor, instance: FSDPInstance, mesh: DeviceMesh | Non
 
     ``offload``: in host memory, else where the instance computes. Does not communicate.
     """
-    rows = rows_of(whole.shape[0], instance.world_size)
-    first, count = rows[instance.rank]
-    own = whole.narrow(0, first, count)
+    rows = [rows_of(whole.shape[0], rank, instance.world_size) for rank in range(instance.world_size)]
+    start, stop = rows[instance.rank]
+    own = whole.narrow(0, start, stop - start)
     if mesh is not None:
         # Made of a tensor in host memory, it would move that to the mesh's device.
         made = _as_dtensor(own.to(instance.compute_device, copy=True).contiguous(), mesh, whole)
@@ -37,7 +30,7 @@ def own_rows(whole: torch.Tensor, instance: FSDPInstance, mesh: DeviceMesh | Non
     own = own.to("cpu" if offload else instance.compute_device, copy=True).contiguous()
     rest = tuple(whole.shape[1:])
     # An empty tensor has one piece all the same: a sharded tensor cannot have none.
-    pieces = [((start, *(0 for _ in rest)), (size, *rest)) for start, size in rows if size] or [
+    pieces = [((start, *(0 for _ in rest)), (stop - start, *rest)) for start, stop in rows if stop > start] or [
         (tuple(0 for _ in whole.shape), tuple(whole.shape))
     ]
     return _torch_private.make_sharded_tensor(own, tuple(whole.shape), pieces, instance.process_group)
@@ -148,7 +141,8 @@ def refuse_other_cut(value: Any, ranks: int, where: str, rank: int) -> None:
     if not _torch_private.is_sharded_tensor(value):
         return
     pieces = [size[0] for size in _torch_private.piece_sizes(value)]
-    wanted = [count for _, count in rows_of(shape_of(value)[0], ranks)]
+    bounds = (rows_of(shape_of(value)[0], each, ranks) for each in range(ranks))
+    wanted = [stop - start for start, stop in bounds]
     if [rows for rows in pieces if rows] != [rows for rows in wanted if rows]:
         raise StateError(
             f"{where} is cut into {pieces} rows, and {ranks} ranks need {wanted} (rank {rank}). Load it with the "

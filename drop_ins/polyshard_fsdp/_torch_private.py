@@ -8,7 +8,6 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.contract import _get_registry
 from torch.distributed._state_dict_utils import _gather_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -90,11 +89,6 @@ def shard_param_info(offset: int, start: int, numel: int, check: Callable[[], No
     info = _CheckedInfo(*known)
     info.check = check
     return info
-
-
-def is_replicated_in_place(module: nn.Module) -> bool:
-    """Whether ``torch.distributed._composable.replicate`` was applied to ``module``; it leaves no public mark."""
-    return "replicate" in (_get_registry(module) or ())
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

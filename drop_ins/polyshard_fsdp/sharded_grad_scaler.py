@@ -45,7 +45,8 @@ class ShardedGradScaler(TorchScaler):  # type: ignore[misc]
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
         device = found_inf.device
-        if device.type != "cpu" and _has_gradients_on_cpu(optimizer):
+        gradients = (each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None)
+        if device.type != "cpu" and any(each.device.type == "cpu" for each in gradients):
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
             optimizer, inv_scale, found_inf, allow_fp16 or self._unscaling
@@ -60,11 +61,3 @@ class ShardedGradScaler(TorchScaler):  # type: ignore[misc]
         for each in found.values():
             each.copy_(flag.reshape(each.shape))
         return found
-
-
-def _has_gradients_on_cpu(optimizer: torch.optim.Optimizer) -> bool:
-    return any(
-        parameter.grad is not None and parameter.grad.device.type == "cpu"
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )

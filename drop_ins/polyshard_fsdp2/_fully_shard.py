@@ -13,7 +13,6 @@ from polyshard.errors import (
     ConfigAssertionError,
     ConfigError,
     ConfigTypeError,
-    ParameterError,
 )
 from polyshard.extension import MODULE_STATE_ATTRIBUTE, parameters_to_shard, refuse_torch_sharded, root_of
 from torch import nn
@@ -21,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._meshes import DataMesh, Placed, data_mesh, places_of, placings_of
 from ._settings import config_for
-from ._state import STATE_ATTRIBUTE, Asked, State, state_of, states_in, together
+from ._state import STATE_ATTRIBUTE, State, state_of, states_in, together
 from ._torch_private import note_composed
 from .fsdp_module import FSDPModule, class_of
 from .policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -103,11 +102,10 @@ def _shard(
         if module_state is not None and root_of(module_state).awaits_optimizer:
             root_of(module_state).settle()
     named = _unsharded_parameters(module, ignored)
-    _refuse_unplaced(named)
     placings = placings_of(named.items(), shard_placement_fn, over)
     places = places_of(named, placings, over)
     placed = Placed(placings, mp_policy)
-    state = State(tuple(modules), Asked(settings(named), ignored, placed, places))
+    state = State(tuple(modules), settings(named), ignored, placed, places)
     state.cut()
     for each in modules:
         each.__dict__[STATE_ATTRIBUTE] = state
@@ -178,13 +176,3 @@ def _unsharded_parameters(module: nn.Module, ignored: frozenset[nn.Parameter]) -
     }
     found = parameters_to_shard(module, ignored_parameters=ignored)
     return {name: parameter for parameter, name in found.items() if parameter not in inside}
-
-
-def _refuse_unplaced(named: dict[str, nn.Parameter]) -> None:
-    """Raise for parameters whose rows ``Shard(0)`` does not place."""
-    for name, parameter in named.items():
-        if parameter.ndim == 0:
-            raise ParameterError(
-                f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1. Or pass "
-                "it in ignored_params, or shard the model with polyshard.shard."
-            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from polyshard.extension import (
     LeafForm,
     ManagedParameter,
     ParameterPlace,
+    Placing,
     TensorPart,
     dtensor_leaf,
     dtensor_spec,
@@ -31,7 +31,6 @@ from polyshard.extension import (
     is_dtensor,
     joined_mesh,
     local_of,
-    strided_shard,
 )
 from polyshard.interfaces import UnitDtypes
 from torch import nn
@@ -117,12 +116,7 @@ class DataMesh:
             mesh = self.mesh if part is None else _joined([self.mesh, part.mesh])
             placements = [*[Replicate()] * self.mesh.ndim, *(() if part is None else part.placements)]
             at = self.mesh.ndim - 1
-        if self.cuts:
-            # The dimensions to the right cut first, so where they cut the same dimension these parts are strided.
-            behind = [mesh.size(index) for index in range(at + 1, mesh.ndim) if placements[index].is_shard(dim)]
-            factor = math.prod(behind)
-            placements[at] = strided_shard(dim, factor) if factor > 1 else Shard(dim)
-        return mesh, placements
+        return mesh, Placing(mesh, tuple(placements), at if self.cuts else None).cut(dim)
 
 
 def data_mesh(mesh: DeviceMesh | None, dp_mesh_dims: object) -> DataMesh:
@@ -245,7 +239,7 @@ class TypedLeaf(WholeMeshLeaf):
 
 
 @dataclass(frozen=True, slots=True)
-class Placing:
+class ParameterPlacing:
     """How one parameter lies."""
 
     over: DataMesh
@@ -259,7 +253,7 @@ class Placing:
 class Placed:
     """How the parameters of one ``fully_shard`` call lie."""
 
-    placings: Mapping[str, Placing]
+    placings: Mapping[str, ParameterPlacing]
     """By their names in the module."""
     policy: object
     """The ``MixedPrecisionPolicy`` of the call."""
@@ -280,7 +274,6 @@ class Placed:
         return dtensor_spec(mesh, placements, shape, stride, whole.dtype)
 
     def flat_spec(self, numel: int, dtype: torch.dtype) -> Any:
-        """See the engine's ``Placements``."""
         # What is in one unit is over one mesh.
         over = next(iter(self.placings.values())).over
         placements: list[Placement] = [Replicate()] * over.mesh.ndim
@@ -291,7 +284,6 @@ class Placed:
     def extension_arguments(
         self, parameter: ManagedParameter, kept: torch.dtype, dtypes: UnitDtypes
     ) -> ExtensionArguments:
-        """See the engine's ``Placements``."""
         mesh = self.placings[parameter.names[0]].over.mesh
         if mesh.ndim == 2:
             assert mesh.mesh_dim_names is not None
@@ -314,7 +306,7 @@ def placings_of(
     named: Iterable[tuple[str, nn.Parameter]],
     shard_placement_fn: Callable[[nn.Parameter], object] | None,
     over: DataMesh,
-) -> dict[str, Placing]:
+) -> dict[str, ParameterPlacing]:
     """How parameters lie, by their names in ``named``. ``over``: of the call.
 
     Raises:
@@ -322,7 +314,8 @@ def placings_of(
             first, or along that and gathers itself.
         ConfigAssertionError: a parameter has no such dimension.
         ConfigError, ConfigTypeError: ``shard_placement_fn`` answered nothing that is known.
-        ParameterError: a parameter is not on the mesh whose dimensions were named, or not replicated over these.
+        ParameterError: a parameter is a scalar, not on the mesh whose dimensions were named, or not replicated over
+            these.
     """
     if shard_placement_fn is not None and not over.cuts:
         raise ConfigError(
@@ -332,6 +325,11 @@ def placings_of(
     meshes: dict[int, DataMesh] = {}
     found = {}
     for name, parameter in named:
+        if parameter.ndim == 0:
+            raise ParameterError(
+                f"FSDP doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1. Or pass "
+                "it in ignored_params, or shard the model with polyshard.shard."
+            )
         if not parameter.is_contiguous():
             raise UnsupportedError(
                 f"FSDP does not support non-contiguous parameters yet: '{name}' has shape "
@@ -346,7 +344,7 @@ def placings_of(
                 meshes[id(info)] = _mesh_of_info(info, name)
             mine = meshes[id(info)]
         dim = 0 if placement is None else _dim_of(placement, name, parameter, mine.shards)
-        found[name] = Placing(mine, dim, _leaf_of(parameter, name, mine))
+        found[name] = ParameterPlacing(mine, dim, _leaf_of(parameter, name, mine))
     return found
 
 
@@ -467,7 +465,7 @@ def _typed_leaf(
 
 
 def places_of(
-    named: Mapping[str, nn.Parameter], placings: Mapping[str, Placing], over: DataMesh
+    named: Mapping[str, nn.Parameter], placings: Mapping[str, ParameterPlacing], over: DataMesh
 ) -> dict[nn.Parameter, ParameterPlace]:
     """What the engine does not know of parameters by itself: dimensions, other meshes than ``over``, forms of leaves.
 

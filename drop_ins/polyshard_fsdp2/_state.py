@@ -56,16 +56,6 @@ STATE_ATTRIBUTE = "_polyshard_fsdp2_state"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The arguments of a ``fully_shard`` call, checked."""
-
-    config: ShardConfig
-    ignored: Collection[nn.Parameter]
-    placed: Placed
-    places: Mapping[nn.Parameter, ParameterPlace]
-
-
-@dataclass(frozen=True, slots=True)
 class _OnDevice:
     """The cast of a module's inputs, which come to the device first: FSDP2 moves those of the outermost module."""
 
@@ -85,7 +75,10 @@ class State(FSDPState):  # type: ignore[misc]
     """Torch's functions know it by its class."""
 
     modules: tuple[nn.Module, ...]
-    asked: Asked
+    config: ShardConfig
+    ignored: Collection[nn.Parameter]
+    placed: Placed
+    places: Mapping[nn.Parameter, ParameterPlace]
     reshard: bool | None = None
     communication: Communication = field(default_factory=Communication)
     forward_hints: tuple[State, ...] = ()
@@ -119,14 +112,14 @@ class State(FSDPState):  # type: ignore[misc]
     def cut(self) -> None:
         """Shard what in the modules is not sharded yet."""
         module = together(self.modules)
-        if has_something(module, self.asked.ignored):
+        if has_something(module, self.ignored):
             request = Request(
                 module,
-                self.asked.config,
-                ignored_parameters=self.asked.ignored,
+                self.config,
+                ignored_parameters=self.ignored,
                 composes=True,
-                placed=self.asked.places,
-                placements=self.asked.placed,
+                placed=self.places,
+                placements=self.placed,
                 stays_on_meta=True,
             )
             root = shard_module(request)
@@ -201,7 +194,7 @@ class State(FSDPState):  # type: ignore[misc]
 
     @property
     def _mp_policy(self) -> object:
-        return self.asked.placed.policy
+        return self.placed.policy
 
     def _root_post_backward_final_callback(self) -> None:
         # ``post_backward`` has waited.
@@ -250,7 +243,7 @@ class State(FSDPState):  # type: ignore[misc]
 
     def _device(self) -> torch.device | None:
         """Where inputs belong; None where that is the host."""
-        device = self.asked.config.device
+        device = self.config.device
         return device if isinstance(device, torch.device) and device.type != "cpu" else None
 
     def _answer_state_dicts(self) -> None:
@@ -289,7 +282,7 @@ class ParamGroup:
     @property
     def mesh_info(self) -> object:
         """The mesh of the call, as torch's functions know it."""
-        return mesh_info_of(self._state.asked.config.mesh)
+        return mesh_info_of(self._state.config.mesh)
 
     def post_backward(self) -> None:
         """Reduce what backwards left whole, where this is the first group of the model: that of all of them."""

@@ -114,8 +114,9 @@ class Notes:
             elif self._abandoned:
                 raise RankMismatchError(f"Writing in the background failed on another rank than {self._rank}.")
             elif now - looked > self._patience_s / _LOOKS_AT_SIZES:
-                looked = now
-                if self._grows(sizes):
+                looked, before = now, sizes
+                sizes = self._storage.sizes(self._directory)
+                if sizes != before:
                     since = now
                 elif now - since > self._patience_s:
                     raise CollectiveTimeoutError(
@@ -203,13 +204,6 @@ class Notes:
                 pause = _SOON
             else:
                 pause = min(2 * pause, latest)
-
-    def _grows(self, sizes: dict[str, int]) -> bool:
-        """Whether files are others than in ``sizes``, which holds them then."""
-        before = dict(sizes)
-        sizes.clear()
-        sizes.update(self._storage.sizes(self._directory))
-        return sizes != before
 
     def _read(self, rank: int) -> tuple[Any, str | None]:
         name = _note_of(rank)

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from ..errors import CheckpointDamagedError, ConfigError, PolyshardError, StateError
 from ..inspect import without_wrappers
-from ..io.boxes import Box, box_within, row_major, span
+from ..io.boxes import Box, box_within, contiguous_stride, span
 from ..io.files import MOST, carried_out, digest_of
 from ..io.memory import flat_bytes, memory_of_machine, view_of
 from ..io.progress import report_progress
@@ -102,8 +102,16 @@ def _read(
             file: stack.enter_context(storage.opened(manifest.directory, file, manifest.files[file].size))
             for file in {file for file, _ in blocks}
         }
+
+        def calls() -> Iterator[Callable[[], CheckpointDamagedError | None]]:
+            for (file, index), parts in blocks.items():
+                for each in parts:
+                    if each.memory is None:
+                        each.begin()
+                yield partial(_fetch, manifest, inputs[file], file, index, parts, buffers)
+
         # Ended before the files are closed.
-        results = stack.enter_context(closing(carried_out(_calls(manifest, inputs, blocks, buffers), len(blocks))))
+        results = stack.enter_context(closing(carried_out(calls(), len(blocks))))
         ends = list(accumulate(min(BLOCK, manifest.files[file].size - index * BLOCK) for file, index in blocks))
         for error, parts, done in zip(results, blocks.values(), ends, strict=True):
             for each in parts if error is None else ():
@@ -122,22 +130,9 @@ def _wanted(names: Sequence[str], target: torch.Tensor, stored: StoredTensor) ->
             start = tuple(map(operator.sub, common.offsets, box.offsets))
             first, stop = span(box.sizes, Box(start, common.sizes))
             part = box_within(have.view, have.box, common)
-            strides = None if stop - first == common.numel else row_major(box.sizes)
+            strides = None if stop - first == common.numel else contiguous_stride(box.sizes)
             file = names[stored.files[number]]
             yield _Wanted(file, at + first * itemsize, at + stop * itemsize, part, strides)
-
-
-def _calls(
-    manifest: Manifest,
-    inputs: Mapping[str, InputFile],
-    blocks: Mapping[tuple[str, int], Sequence[_Wanted]],
-    buffers: queue.SimpleQueue[bytearray],
-) -> Iterator[Callable[[], CheckpointDamagedError | None]]:
-    for (file, index), parts in blocks.items():
-        for each in parts:
-            if each.memory is None:
-                each.begin()
-        yield partial(_fetch, manifest, inputs[file], file, index, parts, buffers)
 
 
 def _fetch(

@@ -66,7 +66,12 @@ class OptimizerCheck:
                 self._refuse_unfilled(optimizer)
             if root is not None and root.active is not None and root.runs_here:
                 root.end_inner_backward()
-                self._note_outdated(optimizer)
+                # Parameters that forwards have gathered are older than the masters from now on.
+                for stepped in {each.root for each in self._found(optimizer) if not each.unit.permanent}:
+                    if stepped.runs_here:
+                        stepped.outdated = True
+                        # Whichever of its units the optimizer has on this rank.
+                        stepped.outdate()
             if root is not None and root.awaits_optimizer:
                 # A closure's backward is still to come.
                 self._prepare(optimizer, root, reduced=len(args) == 1 and kwargs.get("closure") is None)
@@ -113,13 +118,6 @@ class OptimizerCheck:
             if reduced:
                 _refuse_unreduced(optimizer, own)
             root.settle()
-
-    def _note_outdated(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that the parameters that forwards have gathered are older than the masters from now on."""
-        for root in {each.root for each in self._found(optimizer) if each.root.runs_here and not each.unit.permanent}:
-            root.outdated = True
-            # Whichever of its units the optimizer has on this rank.
-            root.outdate()
 
     def _found(self, optimizer: torch.optim.Optimizer) -> Iterator[ParameterLocation]:
         located = (each for group in optimizer.param_groups for each in self._live.find(group["params"]))

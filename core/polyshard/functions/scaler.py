@@ -22,7 +22,6 @@ from .norms import readable_scales
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import Placement
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -47,8 +46,12 @@ class GradScaler(torch.amp.GradScaler):
         for stepping in {each.root.backward_step for each in found}:
             if stepping is not None:
                 stepping.before_change("GradScaler")
-        if not allow_fp16:
-            _refuse_fp16(found)
+        for each in found if not allow_fp16 else ():
+            if each.unit.dtypes.grad == torch.float16:
+                raise ConfigError(
+                    f"GradScaler does not unscale fp16 gradients, which unit '{each.unit.name}' has (rank "
+                    f"{each.root.rank}). Keep the model in fp32 and shard it with precision='fp16'."
+                )
         inv_scale, found_inf = readable_scales(inv_scale, given), readable_scales(found_inf, given)
         device = root.collectives.device
         worst = torch.zeros((), dtype=torch.float32, device=device)
@@ -67,15 +70,6 @@ class GradScaler(torch.amp.GradScaler):
             worst = torch.maximum(worst, beside.to(device))
         # One finding alone: fused optimizers get the sum over devices, and skip a step where that is 1.
         return {device: worst}
-
-
-def _refuse_fp16(found: Iterable[ParameterLocation]) -> None:
-    for each in found:
-        if each.unit.dtypes.grad == torch.float16:
-            raise ConfigError(
-                f"GradScaler does not unscale fp16 gradients, which unit '{each.unit.name}' has (rank "
-                f"{each.root.rank}). Keep the model in fp32 and shard it with precision='fp16'."
-            )
 
 
 def _by_place(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -120,7 +114,10 @@ def refuse_torch_scaler(
             why = "has parts of larger tensors"
         elif placed.device_mesh != before.device_mesh:
             why = "is over another mesh than the first one"
-        elif any(map(_is_cut_alone, placed.placements, before.placements)):
+        elif any(
+            known.is_replicate() and not own.is_replicate()
+            for own, known in zip(placed.placements, before.placements, strict=True)
+        ):
             why = "is cut where the first one is replicated"
         else:
             continue
@@ -128,7 +125,3 @@ def refuse_torch_scaler(
             f"torch.amp.GradScaler steps {type(optimizer).__name__}, and the gradient of '{each.name}' {why} (rank "
             f"{each.root.rank}): ranks would not skip alike. Use polyshard.GradScaler, which has its arguments."
         )
-
-
-def _is_cut_alone(own: Placement, first: Placement) -> bool:
-    return first.is_replicate() and not own.is_replicate()

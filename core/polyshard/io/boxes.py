@@ -102,14 +102,18 @@ def box_within(view: torch.Tensor, box: Box, part: Box) -> torch.Tensor:
     return view
 
 
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of ``shape``."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of ``shape``."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def span(shape: Sequence[int], box: Box) -> tuple[int, int]:
     """First and one past the last element of ``box`` in a row-major tensor of ``shape``."""
-    strides = row_major(shape)
+    strides = contiguous_stride(shape)
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     return first, first + 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
 
@@ -119,7 +123,7 @@ def overlapping(offsets: Numbers, sizes: Numbers, shape: Sequence[int]) -> bool:
 
     ``offsets``, ``sizes``: shape ``[boxes, dimensions]``; each box has elements, within the tensor.
     """
-    strides = np.array(row_major(shape), np.int64)
+    strides = np.array(contiguous_stride(shape), np.int64)
     starts, extents = offsets @ strides, 1 + (sizes - 1) @ strides
     if (extents == sizes.prod(axis=1)).all():
         order = np.argsort(starts)

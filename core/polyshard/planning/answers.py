@@ -132,14 +132,6 @@ def _is_nbytes(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def leaves_alone(caster: PrecisionCaster, module: torch.nn.Module, name: str, rank: int) -> bool:
-    """Whether ``caster`` makes ``module``, of the fully-qualified ``name``, a unit of its own.
-
-    Raises PluginContractError: neither True nor False.
-    """
-    return yes_or_no(caster, "leaves_alone", caster.leaves_alone(module), f"'{name}'", rank)
-
-
 def callable_or_none(caster: PrecisionCaster, question: str, unit: UnitSpec, rank: int) -> Any:
     """The ``input_cast`` or ``output_cast`` of ``unit``. Raises PluginContractError: it cannot be called."""
     answer = getattr(caster, question)(unit)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..interfaces import PARAMETER_ALIGNMENT_BYTES, SLICE_ALIGNMENT_BYTES
+from ..io.boxes import contiguous_stride as contiguous_stride
 
 #: Bytes of a slice from which on it starts at a multiple of ``SLICE_ALIGNMENT_BYTES``.
 _LARGE_SLICE_BYTES = 64 * 1024
@@ -228,15 +229,6 @@ def row_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     row = product(shape[1:])
     apart = bool(shape) and shape[0] > 1 and row and dense[0] != row
     return contiguous_stride(shape) if apart else dense
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides of ``shape``."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def product(sizes: Sequence[int]) -> int:

@@ -158,7 +158,6 @@ class OwnPlacements:
     keeps_whole: bool = False
 
     def spec_of(self, parameter: ManagedParameter, whole: torch.Tensor) -> Any:
-        """See ``runtime.placed.Placements``."""
         part = parameter.part
         placing = self.placings.of(self.ranks, part)
         placements = placing.cut(parameter.dim) if whole.shape else placing.before
@@ -166,7 +165,6 @@ class OwnPlacements:
         return _torch_private.dtensor_spec(placing.mesh, placements, shape, stride, whole.dtype)
 
     def flat_spec(self, numel: int, dtype: torch.dtype) -> Any:
-        """See ``runtime.placed.Placements``."""
         placing = self.placings.of(self.ranks, None)
         placements = placing.before if self.ranks.owner is None else placing.cut(0)
         return _torch_private.dtensor_spec(placing.mesh, placements, (numel,), (1,), dtype)
@@ -174,7 +172,6 @@ class OwnPlacements:
     def extension_arguments(
         self, parameter: ManagedParameter, kept: torch.dtype, dtypes: UnitDtypes
     ) -> ExtensionArguments:
-        """See ``runtime.placed.Placements``."""
         # Imported late: it takes long, and few models need it.
         from torch.distributed.fsdp import MixedPrecisionPolicy
 

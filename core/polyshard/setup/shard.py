@@ -29,7 +29,7 @@ from ..errors import (
 )
 from ..functions.torch_functions import follow, prepare
 from ..interfaces import Collectives, Group, PolicyContext
-from ..planning.answers import leaves_alone, refuse_unable
+from ..planning.answers import refuse_unable, yes_or_no
 from ..planning.groups import ModelRanks
 from ..planning.meshes import UnitLists
 from ..planning.plan import (
@@ -183,8 +183,13 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
             raise PluginContractError(f"{what}: {words(error)}. Mend the policy, or what it is given.") from error
     names = {inner: name for name, inner in module.named_modules()}
     if isinstance(chosen, Mapping):
+        caster = plugins.caster
         others = ((inner, name) for inner, name in names.items() if inner not in chosen and inner is not module)
-        alone = (inner for inner, name in others if leaves_alone(plugins.caster, inner, name, rank))
+        alone = (
+            inner
+            for inner, name in others
+            if yes_or_no(caster, "leaves_alone", caster.leaves_alone(inner), f"'{name}'", rank)
+        )
         chosen = {**chosen, **{inner: {} for inner in alone}}
     # Where nothing is gathered, one unit around the others costs nothing.
     divides = request.config.split_root and shards > 1

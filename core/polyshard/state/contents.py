@@ -234,9 +234,19 @@ def optimizer_state(sharded: ShardedModel, joint: Joint, *, dtensors: bool = Fal
     of the optimizer's class.
 
     Raises ConfigError: the optimizer holds a parameter that is not the model's, a unit's flat parameter and its own
-    ones together, or state that no other number of ranks could take over; UnsupportedError: as ``_settled``.
+    ones together, or state that no other number of ranks could take over; UnsupportedError: it keeps something of
+    whole tensors on the ranks that own them.
     """
-    held = _settled(sharded, joint)
+    held = holdings(sharded, joint.groups)
+    for each in joint.members:
+        if getattr(each, "keeps_at_owners", False):
+            raise UnsupportedError(
+                f"{type(each).__name__} keeps something of whole tensors on the ranks that own them (rank "
+                f"{sharded.rank}), which a checkpoint cannot hold yet. Save the model alone, and let the optimizer "
+                "start anew."
+            )
+        # Of several replicas one keeps the state of a piece, where they share the work.
+        getattr(each, "drop_outdated_state", bool)()
     state: dict[str, dict[str, Any]] = {}
     for parameter, holding in held.items():
         own = joint.state_of(parameter)
@@ -284,21 +294,6 @@ def as_dtensor(parameter: ShardedParameter, local: torch.Tensor) -> torch.Tensor
             "polyshard.checkpoint."
         )
     return placed  # type: ignore[no-any-return]
-
-
-def _settled(sharded: ShardedModel, joint: Joint) -> dict[nn.Parameter, Holding]:
-    """What ``joint`` holds, once its state is as it is to be saved. Raises ConfigError, UnsupportedError."""
-    held = holdings(sharded, joint.groups)
-    for each in joint.members:
-        if getattr(each, "keeps_at_owners", False):
-            raise UnsupportedError(
-                f"{type(each).__name__} keeps something of whole tensors on the ranks that own them (rank "
-                f"{sharded.rank}), which a checkpoint cannot hold yet. Save the model alone, and let the optimizer "
-                "start anew."
-            )
-        # Of several replicas one keeps the state of a piece, where they share the work.
-        getattr(each, "drop_outdated_state", bool)()
-    return held
 
 
 def in_order(module: nn.Module, names: Mapping[str, Sequence[str]], state: dict[str, Any]) -> dict[str, Any]:
@@ -452,7 +447,8 @@ def expected_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parame
     optimizers, whose state is known to be of parameters' shapes, and nothing of those that cannot step so: what was
     wrong with these they say in their first step. Neither ``optimizer`` nor random states change.
     """
-    if _is_known(optimizer):
+    # Of those that exchange parameters, and of those that let others step, a copy would not step by itself.
+    if type(optimizer).__module__.startswith("torch.optim.") or exchanges(optimizer) or steps_others(optimizer):
         return
     for group in optimizer.param_groups:
         largest: dict[int, nn.Parameter] = {}
@@ -464,11 +460,6 @@ def expected_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parame
             if parameter.numel() and not parameter.is_meta and not optimizer.state.get(parameter):
                 stand_in = _stand_in(parameter)
                 yield parameter, stand_in, _state_after_a_step(optimizer, group, stand_in)
-
-
-def _is_known(optimizer: torch.optim.Optimizer) -> bool:
-    # Of those that exchange parameters, and of those that let others step, a copy would not step by itself.
-    return type(optimizer).__module__.startswith("torch.optim.") or exchanges(optimizer) or steps_others(optimizer)
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:

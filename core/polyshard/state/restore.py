@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -163,7 +163,7 @@ class _OptimizerRestore:
         held = holdings(sharded, optimizer.groups)
         self._settings = self._read_settings()
         self._compare_groups(held)
-        _require_same_kinds(kind, self._settings, optimizer, source, sharded.rank)
+        self._require_same_kinds(kind)
         self.targets: dict[str, Any] = {}
         #: All of the optimizer's parameters: of those without elements here torch's functions ask for the state, too.
         self._coming: list[Coming] = []
@@ -319,6 +319,74 @@ class _OptimizerRestore:
             each["params"] = list(map(self._source.named, each["params"]))
         return settings
 
+    def _require_same_kinds(self, saved: Kind | None) -> None:
+        """Refuse a source whose state other kinds of optimizers made.
+
+        ``saved``: ``Joint.kind`` at the save; None where the source does not name the classes.
+
+        Raises ConfigError: naming the classes, or the setting.
+        """
+        members = self._optimizer.members
+        kinds = [saved] if saved is None or isinstance(saved, Mapping) else list(saved)
+        if saved is not None and len(kinds) != len(members):
+            names = ", ".join(kind["class"] for kind in kinds if kind is not None)
+            raise ConfigError(
+                f"{opening(self._source)} was saved by {len(kinds)} optimizers ({names}), and is loaded into "
+                f"{len(members)} (rank {self._rank}). Give those that saved it, in the same order."
+            )
+        saved_groups = iter(self._settings)
+        for optimizer, kind in zip(members, kinds * (len(members) // len(kinds)), strict=True):
+            self._require_same_kind(kind, islice(saved_groups, len(optimizer.param_groups)), optimizer)
+
+    def _require_same_kind(
+        self, saved: Mapping[str, str] | None, groups: Iterable[Mapping[str, Any]], optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Refuse ``groups`` of settings that ``optimizer`` is not of.
+
+        Numbers such as the learning rate may differ: the checkpoint's are taken. Settings that are on or off, None or
+        something, may not, nor whether there is a momentum: they decide which state there is, or its meaning.
+        """
+        mine = kind_of(optimizer)
+        if saved is not None and saved["class"] != mine["class"]:
+            raise ConfigError(
+                f"{opening(self._source)} was saved by {saved['module']}.{saved['class']}, whose state means nothing "
+                f"to {mine['module']}.{mine['class']} (rank {self._rank}). Load it with the optimizer that saved it, "
+                "or without one."
+            )
+        if saved is not None and saved.get("block") != mine.get("block"):
+            was, here = (
+                "in full precision" if each.get("block") is None else f"in blocks of {each['block']} elements"
+                for each in (saved, mine)
+            )
+            raise ConfigError(
+                f"{opening(self._source)} was saved by {saved['class']} with states {was}, and the optimizer keeps "
+                f"them {here} (rank {self._rank}). Make it as it was when it was saved, or load without it."
+            )
+        for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+            different = [
+                f"'{name}' was {settings[name]!r} and is {group[name]!r}"
+                for name in sorted((settings.keys() & group.keys()) - _LEFT_ALONE)
+                if _choice(name, settings[name]) != _choice(name, group[name])
+                or not resembles(settings[name], group[name])
+            ]
+            if saved != mine:
+                # Of a class of the same name, or where the source names none, the settings' names are the best witness.
+                different += [
+                    f"'{name}' is missing in the checkpoint"
+                    for name in sorted(optimizer.defaults.keys() - settings.keys())
+                ]
+                different += [
+                    f"'{name}' is missing in the optimizer"
+                    for name, value in sorted(settings.items())
+                    if name not in group and name not in _LEFT_ALONE and (value is None or isinstance(value, bool))
+                ]
+            if different:
+                raise ConfigError(
+                    f"Group {index} of the optimizer does not fit the state in {self._source.label} (rank "
+                    f"{self._rank}): {'; '.join(different)}. Make the optimizer, here {mine['class']}, as it was when "
+                    "it was saved, or load without it."
+                )
+
     def _compare_groups(self, held: Mapping[nn.Parameter, Holding]) -> None:
         groups = self._optimizer.groups
         where = f"(rank {self._rank})"
@@ -420,7 +488,11 @@ class _OptimizerRestore:
             )
         if fits(present, shape, dtype):
             return present.detach()
-        return torch.zeros(shape, dtype=dtype) if like is None else _zeros_like(like, dtype)
+        if like is None:
+            return torch.zeros(shape, dtype=dtype)
+        # In its order of memory, but plain.
+        made = torch.zeros_like(like, dtype=dtype)
+        return made if type(made) is torch.Tensor else torch.zeros(made.shape, dtype=dtype, device=made.device)
 
     def _aim(self, key: str, what: str, target: torch.Tensor) -> None:
         wrong = problem_with(self._source, key, what, target, f"(rank {self._rank})")
@@ -451,85 +523,6 @@ def _clear_padding(holding: Holding, flat: torch.Tensor) -> None:
 
 def _shown(value: Any) -> str:
     return str(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
-
-
-def _zeros_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Plain zeros in the order of memory of ``parameter``."""
-    like = torch.zeros_like(parameter, dtype=dtype)
-    return like if type(like) is torch.Tensor else torch.zeros(like.shape, dtype=dtype, device=like.device)
-
-
-def _require_same_kinds(
-    saved: Kind | None, groups: Sequence[Mapping[str, Any]], joint: Joint, source: Source, rank: int
-) -> None:
-    """Refuse a source whose state other kinds of optimizers made.
-
-    ``saved``: ``Joint.kind`` at the save; None where the source does not name the classes. ``groups``: saved settings.
-
-    Raises ConfigError: naming the classes, or the setting.
-    """
-    kinds = [saved] if saved is None or isinstance(saved, Mapping) else list(saved)
-    if saved is not None and len(kinds) != len(joint.members):
-        names = ", ".join(kind["class"] for kind in kinds if kind is not None)
-        raise ConfigError(
-            f"{opening(source)} was saved by {len(kinds)} optimizers ({names}), and is loaded into "
-            f"{len(joint.members)} (rank {rank}). Give those that saved it, in the same order."
-        )
-    saved_groups = iter(groups)
-    for optimizer, kind in zip(joint.members, kinds * (len(joint.members) // len(kinds)), strict=True):
-        own = list(islice(saved_groups, len(optimizer.param_groups)))
-        _require_same_kind(kind, own, optimizer, source, rank)
-
-
-def _require_same_kind(
-    saved: Mapping[str, str] | None,
-    groups: Sequence[Mapping[str, Any]],
-    optimizer: torch.optim.Optimizer,
-    source: Source,
-    rank: int,
-) -> None:
-    """See ``_require_same_kinds``.
-
-    Numbers such as the learning rate may differ: the checkpoint's are taken. Settings that are on or off, None or
-    something, may not, nor whether there is a momentum: they decide which state there is, or its meaning.
-    """
-    mine = kind_of(optimizer)
-    if saved is not None and saved["class"] != mine["class"]:
-        raise ConfigError(
-            f"{opening(source)} was saved by {saved['module']}.{saved['class']}, whose state means nothing to "
-            f"{mine['module']}.{mine['class']} (rank {rank}). Load it with the optimizer that saved it, or without one."
-        )
-    if saved is not None and saved.get("block") != mine.get("block"):
-        was, here = (
-            "in full precision" if each.get("block") is None else f"in blocks of {each['block']} elements"
-            for each in (saved, mine)
-        )
-        raise ConfigError(
-            f"{opening(source)} was saved by {saved['class']} with states {was}, and the optimizer keeps them {here} "
-            f"(rank {rank}). Make it as it was when it was saved, or load without it."
-        )
-    for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        different = [
-            f"'{name}' was {settings[name]!r} and is {group[name]!r}"
-            for name in sorted((settings.keys() & group.keys()) - _LEFT_ALONE)
-            if _choice(name, settings[name]) != _choice(name, group[name]) or not resembles(settings[name], group[name])
-        ]
-        if saved != mine:
-            # Of a class of the same name, or where the source names none, the settings' names are the best witness.
-            different += [
-                f"'{name}' is missing in the checkpoint" for name in sorted(optimizer.defaults.keys() - settings.keys())
-            ]
-            different += [
-                f"'{name}' is missing in the optimizer"
-                for name, value in sorted(settings.items())
-                if name not in group and name not in _LEFT_ALONE and (value is None or isinstance(value, bool))
-            ]
-        if different:
-            raise ConfigError(
-                f"Group {index} of the optimizer does not fit the state in {source.label} (rank {rank}): "
-                f"{'; '.join(different)}. Make the optimizer, here {mine['class']}, as it was when it was saved, or "
-                "load without it."
-            )
 
 
 def _choice(name: str, value: Any) -> object:

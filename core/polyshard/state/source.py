@@ -108,7 +108,8 @@ def problem_with(source: Source, key: str, what: str, target: Any, where: str) -
     if sum(box.numel for box in entry.boxes) == math.prod(entry.shape):
         return None
     for box in (chunk.box for chunk in chunks_of(target)):
-        held = _held(box, entry.boxes)
+        # Which have each element once.
+        held = sum(common.numel for common in map(box.overlap, entry.boxes) if common is not None)
         if held != box.numel:
             return (
                 f"{opening(source)} holds {held} of the {box.numel} elements of "
@@ -145,11 +146,6 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     return isinstance(value, Real) and value == value
-
-
-def _held(box: Box, boxes: Iterable[Box]) -> int:
-    """How many elements of ``box`` are in ``boxes``, which have each element once."""
-    return sum(common.numel for common in map(box.overlap, boxes) if common is not None)
 
 
 def opening(source: Source) -> str:
@@ -191,12 +187,13 @@ class StateDictSource(Source):
         self._paths = {".".join(map(str, path)): path for path in given}
         self._values = {key: given[path] for key, path in self._paths.items()}
         self.know(names)
-        #: Placements by key, of DTensors that are placed otherwise than the parameter: the same on every rank.
-        self.gathered = {
-            key: value.placements
-            for key, value in sorted(self._values.items())
-            if is_dtensor(value) and not _placed_alike(value, placed.get(_parameter_of(self._paths[key])))
-        }
+        self.gathered: dict[str, Any] = {}
+        """Placements by key, of DTensors that are placed otherwise than the parameter: the same on every rank."""
+        for key, value in sorted(self._values.items()):
+            path = self._paths[key]
+            parameter = placed.get(path[1] if path[0] == MODEL else path[2])
+            if is_dtensor(value) and not _placed_alike(value, parameter):
+                self.gathered[key] = value.placements
 
     @override
     def entry(self, key: str) -> Entry | None:
@@ -223,10 +220,6 @@ class StateDictSource(Source):
                 if key in targets:
                     _copy(targets[key], whole_value)
                 del whole_value
-
-
-def _parameter_of(path: _Path) -> Any:
-    return path[1] if path[0] == MODEL else path[2]
 
 
 def _placed_alike(one: Any, other: Any) -> bool:
