@@ -13,7 +13,6 @@ import torch
 from parity import (
     Block,
     Net,
-    Words,
     assert_parity,
     draw,
     local,
@@ -239,18 +238,6 @@ def test_outputs_of_any_structure(name: str, used: str, prefetch: int) -> None:
 
     settings = {"policy": units_of(Returns.Inner), "backward_prefetch": prefetch}
     assert_parity(seeded(lambda: Returns(structure, read)), stepping(loss_of), world_size=2, settings=settings)
-
-
-def test_an_input_by_keyword_gets_its_gradient() -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        tokens = (draw(2, 4, turn=turn, rank=rank) * 100).long() % 11
-        scale = draw(5, turn=turn, rank=rank, requires_grad=True)
-        loss = model(tokens, scale=scale).square().mean()
-        loss.backward()
-        assert scale.grad is not None
-        return [loss.detach(), scale.grad]
-
-    assert_parity(seeded(Words), step, settings=BLOCKS)
 
 
 def test_nested_inputs_all_get_their_gradients() -> None:
