@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from fsdp_parity.models import expected_warnings
-from fsdp_parity.ranks import Pools, Ranks, across
+from fsdp_parity.ranks import Ranks, across
 from fsdp_parity.subtests import run_subtests, subtests
 from fsdp_parity.training import ddp, full_parameters
-from polyshard_fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, _runtime_utils
+from polyshard_fsdp import CPUOffload, ShardingStrategy
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from polyshard_fsdp._common_utils import HandleTrainingState, _get_handle_fqns_from_root
 from polyshard_fsdp._flat_param import _FSDP_USE_FULL_PREC_IN_EVAL, _FSDP_USE_UNSAFE_SETATTR
 from polyshard_fsdp._runtime_utils import HOMOGENEOUS_ATTR_NAMES
 from polyshard_fsdp.wrap import ModuleWrapPolicy
@@ -266,52 +263,6 @@ def test_homogeneous_attributes(ranks: Ranks) -> None:
             outer = FSDP(model, **({} if in_eval else {keyword: True}))
         with pytest.raises(ValueError, match=f"^Expects one homogeneous value for {attribute} but got"):
             outer(batch(ranks, ranks.rank, 0))
-
-
-def prefetched(ranks: Ranks, prefetch: BackwardPrefetch | None, training_state: HandleTrainingState) -> list[Any]:
-    """What each unit of a stack of four prefetches in backward, in each of two iterations.
-
-    The third block lies in an instance without parameters of its own.
-    """
-    model = build(ranks, functools.partial(Stack, 4))
-    assert isinstance(model, Stack)
-    shard = functools.partial(FSDP, backward_prefetch=prefetch)
-    for index, block in enumerate(list(model.blocks)):
-        wrapped = shard(block)
-        model.blocks[index] = shard(nn.Sequential(wrapped)) if index == 2 else wrapped
-    root = shard(model)
-    seen: list[list[tuple[str, str | None]]] = []
-    original = _runtime_utils._get_handle_to_prefetch
-
-    def record(state: Any, current: Any) -> Any:
-        handle = original(state, current)
-        if _runtime_utils._get_training_state(current) is training_state:
-            names = [_get_handle_fqns_from_root(state, each) for each in (current, handle)]
-            seen[-1].append(tuple(each and each[0][len("blocks.") :][0] for each in names))  # type: ignore[arg-type]
-        return handle
-
-    with patch("polyshard_fsdp._runtime_utils._get_handle_to_prefetch", record):
-        for step in range(2):
-            seen.append([])
-            _mean(root(batch(ranks, ranks.rank, step))).backward()
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("prefetch", "state", "expected"),
-    [
-        (BackwardPrefetch.BACKWARD_PRE, HandleTrainingState.BACKWARD_PRE, "321"),
-        (BackwardPrefetch.BACKWARD_POST, HandleTrainingState.BACKWARD_POST, "321"),
-        (None, HandleTrainingState.BACKWARD_PRE, ""),
-    ],
-)
-def test_order_of_prefetches_in_backward(
-    ranks: Pools, prefetch: BackwardPrefetch | None, state: HandleTrainingState, expected: str
-) -> None:
-    follows = {"3": "2", "2": "1", "1": "0"}
-    order = [(current, follows[current]) for current in expected]
-    one = [*order, ("0", None)] if order else []
-    assert ranks.run(2, prefetched, prefetch, state) == [[one, one]] * 2
 
 
 @across(2)
