@@ -8,11 +8,12 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, fake, on_ranks, root_of, seeded, sharded_copy, square_step, units_of
-from polyshard.interfaces import Observer, UnitEvent, UnitOperation, UnitSpec, Work
+from parity import Block, Net, draw, fake, on_ranks, seeded, sharded_copy, square_step, units_of
+from polyshard.interfaces import Work
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from unit_log import Log, listed
 
 BLOCKS = {"policy": units_of(Block)}
 #: A gather each for up.weight, up.bias and down.weight; the root has those of its first and last layer.
@@ -106,51 +107,8 @@ def test_by_default_small_units_travel_together_and_large_ones_do_not() -> None:
     assert list(collectives.batches) == [4, 3]
 
 
-class Log:
-    """Writes down what units do, and counts what is gathered."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.nbytes: dict[str, int] = {}
-        self.gathered: set[str] = set()
-        self.peak = 0
-
-    @polyshard.hookimpl
-    def after_shard(self, model: nn.Module) -> None:
-        self.nbytes = {unit.spec.name: unit.gathered.nbytes for unit in root_of(model).units}
-
-    @polyshard.hookimpl
-    def make_observer(self, unit: UnitSpec) -> Observer:
-        return self.observe
-
-    def observe(self, event: UnitEvent) -> None:
-        unit = event.unit
-        match event.operation, event.begins:
-            case UnitOperation.GATHER, True:
-                self.gathered.add(unit.name)
-                self.peak = max(self.peak, sum(self.nbytes[name] for name in self.gathered))
-                self._note("unshard", unit)
-            case UnitOperation.GATHER, False:
-                assert unit.name in self.gathered
-                self._note("unsharded", unit)
-            case UnitOperation.COMPUTE, True:
-                self._note("backward" if event.backward else "forward", unit)
-            case UnitOperation.REDUCE, True:
-                self._note("reduce", unit)
-            case UnitOperation.RELEASE, _:
-                self.gathered.remove(unit.name)
-                self._note("reshard", unit)
-
-    def take(self) -> list[str]:
-        events, self.events = self.events, []
-        return events
-
-    def _note(self, event: str, unit: UnitSpec) -> None:
-        self.events.append(f"{event} {unit.name.removeprefix('blocks.') or 'root'}")
-
-
 def watched(rank: int, world: ThreadedWorld, blocks: int, **settings: Any) -> tuple[nn.Module, Log]:
-    log = Log()
+    log = Log(batched=True)
     model = sharded_copy(seeded(lambda: Net(blocks)), rank, world, listeners=[log], **BLOCKS, **settings)
     return model, log
 
@@ -168,10 +126,6 @@ BACKWARD = """
     unsharded 0, backward 0, reshard 0,
     reshard root, reduce 0, reduce root
 """
-
-
-def listed(text: str) -> list[str]:
-    return [event.strip() for event in text.split(",")]
 
 
 def test_a_batch_is_issued_when_the_one_before_is_entered_and_arrives_as_one() -> None:

@@ -11,18 +11,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import (
-    Block,
-    Net,
-    local,
-    on_ranks,
-    seeded,
-    sharded_copy,
-    square_step,
-    train_reference,
-    units_of,
-    whole_of,
-)
+from parity import Block, Net, local, on_ranks, seeded, sharded_copy, square_step, train_reference, units_of, whole_of
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 

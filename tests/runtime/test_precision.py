@@ -9,7 +9,21 @@ from typing import Any, cast
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, chain, draw, fake, local, on_ranks, root_of, seeded, sharded_copy, units_of, whole_of
+from parity import (
+    Block,
+    Net,
+    chain,
+    draw,
+    fake,
+    local,
+    on_ranks,
+    one_by_one,
+    root_of,
+    seeded,
+    sharded_copy,
+    units_of,
+    whole_of,
+)
 from polyshard.errors import ConfigError, RankMismatchError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -70,19 +84,20 @@ def on_each_rank(
 # The reduction.
 
 
-@pytest.mark.parametrize(("precision", "world_size"), [("bf16", 2), ("bf16", 3), ("fp16", 4)])
-@pytest.mark.parametrize(
+@one_by_one(
+    "precision, world_size",
+    [("fp16", 4), ("bf16", 2), ("bf16", 3)],
     "settings",
     [
         {"strategy": "full_shard"},
         {"strategy": "full_shard", "offload": "cpu"},
         {"strategy": "shard_grad_op"},
         {"strategy": "no_shard"},
+        {"strategy": "hybrid_shard", "shard_size": 2},
     ],
-    ids=lambda settings: "-".join(settings.values()),
 )
 def test_gradients_of_narrow_compute_are_averaged_in_fp32(
-    precision: str, world_size: int, settings: dict[str, str]
+    precision: str, world_size: int, settings: dict[str, Any]
 ) -> None:
     model = net()
     by_rank = [cast_gradients(model, HALF[precision], 0, rank)[1] for rank in range(world_size)]
@@ -442,8 +457,7 @@ def test_an_encoded_wire_moves_a_quarter_of_the_bytes() -> None:
         collectives = fake()
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         polyshard.shard(
-            model,
-            polyshard.ShardConfig(collectives=collectives, precision=precision, policy=units_of(nn.Linear)),
+            model, polyshard.ShardConfig(collectives=collectives, precision=precision, policy=units_of(nn.Linear))
         )
         model(torch.randn(2, 64)).sum().backward()
         moved[name] = [call.numel * call.dtype.itemsize for call in collectives.calls if call.operation == "all_gather"]

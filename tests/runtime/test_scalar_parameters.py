@@ -94,8 +94,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, turns: range) -> N
 def on_each(world_size: int, settings: dict[str, Any], function: Callable[[nn.Module, int], T]) -> list[T]:
     """``function(model, rank)`` on the ranks of a world, of a sharded ``Clip``."""
     return on_ranks(
-        world_size,
-        lambda rank, world: function(sharded_copy(seeded(Clip), rank, world, **{**UNITS, **settings}), rank),
+        world_size, lambda rank, world: function(sharded_copy(seeded(Clip), rank, world, **{**UNITS, **settings}), rank)
     )
 
 
