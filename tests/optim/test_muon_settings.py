@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import polyshard
 import pytest
 import torch
 from matrices import (
@@ -24,7 +23,7 @@ from matrices import (
     whole_parameters,
     zoo_step,
 )
-from parity import MakeOptimizer, draw, is_sharded, on_ranks, seeded, sharded_copy, threaded, train, units_of
+from parity import MakeOptimizer, draw, is_sharded, on_ranks, seeded, sharded_copy, train, units_of
 from polyshard.optim import Muon, for_matrices
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -157,16 +156,6 @@ def test_a_model_that_is_not_sharded() -> None:
     assert most_apart(trained_alone(model, cast("torch.optim.Optimizer", both)), reference_zoo(1, exact)) < 1e-11
     assert muon.state[model.wide.weight]["momentum_buffer"].shape == (6, 18)
     assert not muon.keeps_at_owners
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
-def test_a_world_of_one_rank(strategy: str) -> None:
-    model = seeded(Zoo)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*NO_SHARD.*")
-        polyshard.shard(model, threaded(ThreadedWorld(1), 0, strategy=strategy, **BLOCKS))
-    assert most_apart(trained_alone(model, exact(model)), reference_zoo(1, exact)) < 1e-11
 
 
 def growing(model: nn.Module, steps: Callable[[int], Any]) -> None:
