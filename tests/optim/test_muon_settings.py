@@ -63,24 +63,7 @@ def with_a_tensor(model: nn.Module) -> torch.optim.Optimizer:
     return exact(model, lr=torch.tensor(0.02, dtype=torch.float64))
 
 
-class Scheduled:
-    """A learning rate that falls to nearly nothing."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._both = cast("Both", exact(model))
-        self._schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self._both.optimizers[0], TURNS)
-        self.zero_grad = self._both.zero_grad
-
-    def step(self) -> None:
-        self._both.step()
-        self._schedule.step()
-
-
-def scheduled(model: nn.Module) -> torch.optim.Optimizer:
-    return cast("torch.optim.Optimizer", Scheduled(model))
-
-
-@pytest.mark.parametrize("optimizer", [in_groups, without_decay, with_a_tensor, scheduled])
+@pytest.mark.parametrize("optimizer", [in_groups, without_decay, with_a_tensor])
 def test_settings(optimizer: MakeOptimizer) -> None:
     assert most_apart(train_zoo(3, optimizer), reference_zoo(3, optimizer)) < 1e-11
 

@@ -10,7 +10,8 @@ from math import prod
 from typing import NamedTuple
 
 import pytest
-from polyshard.planning.launches import Buckets, alike
+from polyshard.planning import thresholds
+from polyshard.planning.launches import Buckets, ReduceMode, alike
 from polyshard.runtime.order import ExecutionOrder
 
 MESHES = 50
@@ -185,3 +186,28 @@ def test_all_ranks_that_share_groups_launch_in_one_order() -> None:
         assert disagreement(model) == "", f"seed {seed}, mesh {model.mesh.shape}"
         overlapping += len({launch.ranks for launch in launches_of(model, 0)}) > 1
     assert overlapping > 40
+
+
+def reductions(kinds: str, nbytes: int, limit: int) -> list[str]:
+    """The launches of units of ``kinds``, a letter each, all of ``nbytes``, in one backward."""
+    buckets: Buckets[str] = Buckets(limit)
+    issued = []
+    for kind in kinds:
+        issued += buckets.put(kind, [kind], nbytes, buckets.mode_of(nbytes, True))
+    return ["".join(bucket.members) for bucket in [*issued, *buckets.close()]]
+
+
+def test_what_is_left_is_issued_in_the_order_in_which_it_was_opened() -> None:
+    assert reductions("edde", 1024, limit=2**20) == ["ee", "dd"]
+    # The first bucket is full, and opened anew behind the other.
+    assert reductions("eeeede", 1024, limit=4 * 1024) == ["eeee", "d", "e"]
+
+
+def test_no_more_buckets_wait_than_the_limit_says() -> None:
+    kinds = "abcdef"
+    # The one that was opened first makes room for the fifth, the second for the sixth.
+    assert reductions(kinds + "f", 1024, limit=2**20) == ["a", "b", "c", "d", "e", "ff"]
+    assert thresholds.OPEN_BUCKETS == 4
+    buckets: Buckets[str] = Buckets(2**20)
+    due = [[each.members for each in buckets.put(kind, [kind], 1024, ReduceMode.MERGED)] for kind in kinds]
+    assert due == [[], [], [], [], [["a"]], [["b"]]]

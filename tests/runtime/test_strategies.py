@@ -251,27 +251,6 @@ def test_parameters_gradients_and_state_are_sharded_over_what_each_names(
     assert all((sums == 0) is chosen.get("shard_gradients", False) for _, _, sums in found)
 
 
-@one_by_one("settings, world_size", LASTING)
-def test_steps_that_are_written_by_hand_reach_the_next_forward(settings: dict[str, Any], world_size: int) -> None:
-    def by_hand(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.data.add_(parameter.grad.data, alpha=-0.1)
-            parameter.grad.data.zero_()
-
-    model = seeded(Net)
-    reference = train_reference(model, square_step, world_size, 3, lambda copy: torch.optim.SGD(copy.parameters(), 0.1))
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
-        for turn in range(3):
-            square_step(mine, turn, rank)
-            by_hand(mine)
-        return {name: full(parameter.detach()) for name, parameter in mine.named_parameters()}
-
-    assert_wholes(on_ranks(world_size, on_rank), reference.parameters)
-
-
 def test_what_groups_cannot_share_is_refused_and_the_model_stays_whole() -> None:
     model = nn.Sequential(nn.Linear(128, 1024), nn.Linear(1024, 128))  # fp8 encodes no smaller ones
     policy = units_of(nn.Linear)
