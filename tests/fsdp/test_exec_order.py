@@ -16,7 +16,7 @@ from fsdp_parity.models import wrap_fsdp
 from fsdp_parity.ranks import Pools, Ranks, across
 from fsdp_parity.training import assert_same_parameters, ddp, full_parameters
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from polyshard_fsdp import ShardingStrategy, _runtime_utils
+from polyshard_fsdp import ShardingStrategy
 from polyshard_fsdp.wrap import ModuleWrapPolicy
 from torch import nn
 
@@ -229,29 +229,6 @@ def _run(model: Any, x: torch.Tensor, without_sync: bool) -> None:
         model(x).square().sum().backward()
 
 
-def ends_of_backward(ranks: Ranks, inputs_require_grad: bool) -> list[int]:
-    """How often a unit's own backward let go of it: with the first unit frozen, then trained."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(3, 3).to(ranks.device) for _ in range(LAYERS)]
-    for parameter in layers[0].parameters():
-        parameter.requires_grad_(False)
-    model: FSDP = wrap_fsdp(
-        nn.Sequential(*(wrap_fsdp(layer, use_orig_params=True) for layer in layers)), use_orig_params=True
-    )
-    seen = []
-    for trained in (False, True):
-        for parameter in model.module[0].parameters():
-            parameter.requires_grad_(trained)
-        original = _runtime_utils._post_backward_reshard
-        with mock.patch.object(
-            _runtime_utils, "_post_backward_reshard", side_effect=original, autospec=True
-        ) as post_backward:
-            x = torch.randn(2, 3, device=ranks.device, requires_grad=inputs_require_grad)
-            model(x).sum().backward()
-            seen.append(post_backward.call_count)
-    return seen
-
-
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [
@@ -264,9 +241,3 @@ def ends_of_backward(ranks: Ranks, inputs_require_grad: bool) -> list[int]:
 )
 def test_gathers_under_no_sync(ranks: Pools, strategy: str, expected: list[tuple[int, int]]) -> None:
     assert ranks.run(2, gathers_under_no_sync, strategy) == [expected, expected]
-
-
-@pytest.mark.parametrize(("inputs_require_grad", "expected"), [(True, [6, 6]), (False, [5, 6])])
-def test_ends_of_backward(ranks: Pools, inputs_require_grad: bool, expected: list[int]) -> None:
-    """A frozen unit whose inputs want no gradient is let go of when the whole backward ends."""
-    assert ranks.run(2, ends_of_backward, inputs_require_grad) == [expected, expected]

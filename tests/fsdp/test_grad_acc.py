@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
 import weakref
@@ -11,76 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from fsdp_parity.models import wrap_fsdp
-from fsdp_parity.ranks import Pools, Ranks
-from fsdp_parity.subtests import pairs
-from fsdp_parity.training import full_parameters
 from parity import Block, Net, draw, on_ranks, seeded
 from polyshard.errors import StateError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
-from polyshard_fsdp import CPUOffload, ShardingStrategy
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from polyshard_fsdp import ShardingStrategy
 from polyshard_fsdp._common_utils import clean_tensor_name
 from polyshard_fsdp._unit import FlatGradients
 from polyshard_fsdp.wrap import ModuleWrapPolicy
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
-
-
-def unreduced_with_offload(ranks: Ranks, use_orig_params: bool) -> None:
-    """Under ``no_sync`` and offloading, ``.grad`` is where the model computes, and the sum of this rank's own."""
-    for case in pairs({"sharding_strategy": STRATEGIES}):
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).to(ranks.device)
-        model: FSDP = wrap_fsdp(
-            copy.deepcopy(plain),
-            use_orig_params=use_orig_params,
-            cpu_offload=CPUOffload(offload_params=True),
-            **case,
-        )
-        generator = torch.Generator().manual_seed(ranks.rank)
-        for _ in range(2):
-            x = torch.randn(5, 3, generator=generator).to(ranks.device)
-            plain(x).square().sum().backward()
-            with model.no_sync():
-                model(x).square().sum().backward()
-            own = [p.grad for p in plain.parameters() if p.grad is not None]
-            for parameter in model.parameters():
-                assert parameter.device.type == "cpu"
-                assert parameter.grad is not None
-                assert parameter.grad.device == ranks.device
-            shown = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-            expected = torch.cat([each.flatten() for each in own])
-            torch.testing.assert_close(shown[: expected.numel()], expected)
-        # Then one that synchronises: the mean over ranks of all three.
-        before = full_parameters(model)
-        x = torch.randn(5, 3, generator=generator).to(ranks.device)
-        for each in (plain, model):
-            each(x).square().sum().backward()
-        torch.optim.SGD(model.parameters(), lr=1.0).step()
-        for after, (name, parameter) in zip(full_parameters(model).values(), plain.named_parameters(), strict=True):
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            mean = (parameter.grad / ranks.world_size).to(after.device)
-            torch.testing.assert_close(before[name] - after, mean, rtol=1e-4, atol=1e-4)
-
-
 CONTEXT = PluginContext("test", torch.device("cpu"), timeout=timedelta(seconds=10))
 FORMS = pytest.mark.parametrize("use_orig_params", [False, True])
 EACH_STRATEGY = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-
-
-class TestGradAcc:
-    """Beside DDP."""
-
-    @FORMS
-    def test_unreduced_gradients_with_offload(self, ranks: Pools, use_orig_params: bool) -> None:
-        ranks.run(2, unreduced_with_offload, use_orig_params)
 
 
 def _wrapped(world: ThreadedWorld, rank: int, strategy: str, use_orig_params: bool) -> FSDP:

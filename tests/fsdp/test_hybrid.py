@@ -14,12 +14,9 @@ from fsdp_parity.training import ddp, full_parameters
 from parity import chain
 from polyshard.errors import UnsupportedError
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from polyshard_fsdp import MixedPrecision, ShardingStrategy
+from polyshard_fsdp import ShardingStrategy
 from polyshard_fsdp._init_utils import _init_intra_and_inter_node_groups
-from polyshard_fsdp.wrap import ModuleWrapPolicy
 from torch import nn
-
-HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 
 
 @functools.cache
@@ -43,41 +40,6 @@ def batch(ranks: Ranks, step: int) -> torch.Tensor:
     """Another on every rank."""
     torch.manual_seed(100 * step + ranks.rank)
     return torch.randn(4, 7, device=ranks.device)
-
-
-@across(4)
-@subtests(strategy=HYBRID, use_orig_params=[False, True])
-def test_mixed_precision(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """bfloat16 compute with float32 reduction comes to what a model in bfloat16 gives, averaged in float32."""
-    masters = net(ranks)
-    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = FSDP(
-        net(ranks),
-        pair_of_groups(ranks.world_size),
-        strategy,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        mixed_precision=policy,
-        use_orig_params=use_orig_params,
-    )
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (masters, model)]
-    for step in range(2):
-        low = net(ranks).to(torch.bfloat16)
-        low.load_state_dict(masters.state_dict())
-        expected = low(batch(ranks, step).bfloat16()).float().square().mean()
-        expected.backward()
-        for master, parameter in zip(masters.parameters(), low.parameters(), strict=True):
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
-            dist.all_reduce(master.grad)
-            master.grad /= ranks.world_size
-        loss = model(batch(ranks, step)).float().square().mean()
-        loss.backward()
-        assert torch.equal(loss, expected)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, mine), theirs in zip(full_parameters(model).items(), masters.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs.detach(), msg=f"{name}: {{}}".format)
 
 
 @across(4)
@@ -115,10 +77,7 @@ def test_a_mixture(ranks: Ranks, hybrid_outside: bool, use_orig_params: bool) ->
             loss = each(batch(ranks, step)).square().mean()
             loss.backward()
             losses.append(loss.detach())
-        norms = [
-            nn.utils.clip_grad_norm_(reference.parameters(), 0.1),
-            wrapped.clip_grad_norm_(0.1),
-        ]
+        norms = [nn.utils.clip_grad_norm_(reference.parameters(), 0.1), wrapped.clip_grad_norm_(0.1)]
         for each in optimizers:
             each.step()
             each.zero_grad()

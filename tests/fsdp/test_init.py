@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from fsdp_parity.models import DummyProcessGroup
 from fsdp_parity.ranks import Pools, Ranks, across
+from polyshard.errors import StateError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from polyshard_fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy, _state
@@ -420,6 +421,12 @@ def test_a_dummy_group_of_any_size_shards_the_model(size: int) -> None:
     # 17 elements, in parts of the same size, with the padding at the end.
     assert {shard.numel() for shard in shards} == {-(-whole.numel() // size)}
     assert torch.equal(torch.cat(shards)[: whole.numel()], whole)
+
+
+def test_a_dummy_group_of_several_ranks_refuses_to_compute() -> None:
+    model = FSDP(Net(), PAIR)
+    with pytest.raises(StateError, match="dummy"):
+        model(torch.ones(4, 2))
 
 
 @pytest.mark.parametrize("argument", ["ignored_modules", "ignored_states"])

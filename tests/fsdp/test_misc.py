@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from fsdp_parity.models import expected_warnings
-from fsdp_parity.ranks import Pools, Ranks, across
+from fsdp_parity.ranks import Ranks, across
 from fsdp_parity.subtests import run_subtests, subtests
 from fsdp_parity.training import ddp, full_parameters
-from polyshard_fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, _runtime_utils
+from polyshard_fsdp import CPUOffload, ShardingStrategy
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from polyshard_fsdp._common_utils import HandleTrainingState, _get_handle_fqns_from_root
 from polyshard_fsdp._flat_param import _FSDP_USE_FULL_PREC_IN_EVAL, _FSDP_USE_UNSAFE_SETATTR
 from polyshard_fsdp._runtime_utils import HOMOGENEOUS_ATTR_NAMES
 from polyshard_fsdp.wrap import ModuleWrapPolicy
@@ -27,7 +24,6 @@ from torch import nn
 
 FS, SGO, NS = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 BOTH = [False, True]
-Loss = Callable[[Any], torch.Tensor]
 
 
 @contextmanager
@@ -115,37 +111,6 @@ def wrap(model: nn.Module, strategy: ShardingStrategy, use_orig_params: bool, cl
             use_orig_params=use_orig_params,
             auto_wrap_policy=ModuleWrapPolicy({classes}),
         )
-
-
-class Comparison:
-    """One wrapped model and one plain one that train alike."""
-
-    def __init__(self, ranks: Ranks, plain: nn.Module, model: nn.Module) -> None:
-        self.ranks = ranks
-        self.plain = plain
-        self.model = model
-        self.optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
-
-    def step(self, step: int, loss: Loss = _mean, plain_loss: Loss | None = None) -> None:
-        """One update of both; losses are equal."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        everyone = [
-            (plain_loss or loss)(self.plain(batch(self.ranks, rank, step))) for rank in range(self.ranks.world_size)
-        ]
-        torch.stack(everyone).mean().backward()
-        mine = loss(self.model(batch(self.ranks, self.ranks.rank, step)))
-        mine.backward()
-        torch.testing.assert_close(mine.detach(), everyone[self.ranks.rank].detach())
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def check(self) -> None:
-        """Parameters are equal."""
-        wanted = self.plain.state_dict()
-        for name, mine in full_parameters(self.model).items():
-            key = name.replace("_checkpoint_wrapped_module.", "").replace("_fsdp_wrapped_module.", "")
-            torch.testing.assert_close(mine, wanted[key], msg=f"{name}: {{}}".format)
 
 
 def step_in_backward(model: nn.Module, optimizer_class: Any, options: dict[str, Any]) -> None:
@@ -268,67 +233,6 @@ def test_homogeneous_attributes(ranks: Ranks) -> None:
             outer(batch(ranks, ranks.rank, 0))
 
 
-def prefetched(ranks: Ranks, prefetch: BackwardPrefetch | None, training_state: HandleTrainingState) -> list[Any]:
-    """What each unit of a stack of four prefetches in backward, in each of two iterations.
-
-    The third block lies in an instance without parameters of its own.
-    """
-    model = build(ranks, functools.partial(Stack, 4))
-    assert isinstance(model, Stack)
-    shard = functools.partial(FSDP, backward_prefetch=prefetch)
-    for index, block in enumerate(list(model.blocks)):
-        wrapped = shard(block)
-        model.blocks[index] = shard(nn.Sequential(wrapped)) if index == 2 else wrapped
-    root = shard(model)
-    seen: list[list[tuple[str, str | None]]] = []
-    original = _runtime_utils._get_handle_to_prefetch
-
-    def record(state: Any, current: Any) -> Any:
-        handle = original(state, current)
-        if _runtime_utils._get_training_state(current) is training_state:
-            names = [_get_handle_fqns_from_root(state, each) for each in (current, handle)]
-            seen[-1].append(tuple(each and each[0][len("blocks.") :][0] for each in names))  # type: ignore[arg-type]
-        return handle
-
-    with patch("polyshard_fsdp._runtime_utils._get_handle_to_prefetch", record):
-        for step in range(2):
-            seen.append([])
-            _mean(root(batch(ranks, ranks.rank, step))).backward()
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("prefetch", "state", "expected"),
-    [
-        (BackwardPrefetch.BACKWARD_PRE, HandleTrainingState.BACKWARD_PRE, "321"),
-        (BackwardPrefetch.BACKWARD_POST, HandleTrainingState.BACKWARD_POST, "321"),
-        (None, HandleTrainingState.BACKWARD_PRE, ""),
-    ],
-)
-def test_order_of_prefetches_in_backward(
-    ranks: Pools, prefetch: BackwardPrefetch | None, state: HandleTrainingState, expected: str
-) -> None:
-    follows = {"3": "2", "2": "1", "1": "0"}
-    order = [(current, follows[current]) for current in expected]
-    one = [*order, ("0", None)] if order else []
-    assert ranks.run(2, prefetched, prefetch, state) == [[one, one]] * 2
-
-
-@across(2)
-@subtests(strategy=[FS, SGO], use_orig_params=BOTH)
-def test_a_graph_from_before_a_step_is_refused(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """Its backward would compute with parameters of after the step, which later gathers put in their place."""
-    plain = build(ranks, Stack)
-    model = wrap(build(ranks, Stack), strategy, use_orig_params)
-    comparison = Comparison(ranks, plain, model)
-    stale = _mean(model(batch(ranks, ranks.rank, 9)))
-    comparison.step(0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        stale.backward()
-    comparison.step(1)
-    comparison.check()
-
-
 class Penalised(nn.Module):
     """A model that returns a parameter of its own, for a penalty."""
 
@@ -340,15 +244,17 @@ class Penalised(nn.Module):
         return self.head(self.block(x)), self.head.weight
 
 
-def _penalised(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return _mean(outputs[0]) + outputs[1].square().sum()
-
-
 @across(2)
 @subtests(strategy=[FS, SGO], use_orig_params=BOTH)
 def test_a_root_may_return_its_parameters(ranks: Ranks, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """They stay whole until its backward."""
-    comparison = Comparison(ranks, build(ranks, Penalised), wrap(build(ranks, Penalised), strategy, use_orig_params))
-    for step in range(2):
-        comparison.step(step, _penalised)
-    comparison.check()
+    reference, model = ddp(ranks, build(ranks, Penalised)), wrap(build(ranks, Penalised), strategy, use_orig_params)
+    for each in (reference, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        for step in range(2):
+            output, weight = each(batch(ranks, ranks.rank, step))
+            (_mean(output) + weight.square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, mine), theirs in zip(full_parameters(model).items(), reference.module.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), msg=f"{name}: {{}}".format)

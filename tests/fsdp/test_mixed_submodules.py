@@ -17,14 +17,12 @@ from fsdp_parity.mixed_models import (
     ExpectsDtype,
     MakesAnInput,
     ModelWithIgnoredModule,
-    TransformerWithAverage,
     assert_all_near,
     assert_near,
     checked_reduce_scatter,
     full_precision_in_eval,
     nested_model,
     whole_gradients,
-    whole_parameters,
 )
 from fsdp_parity.models import (
     CUDAInitMode,
@@ -36,11 +34,9 @@ from fsdp_parity.models import (
 from fsdp_parity.ranks import Ranks, across
 from fsdp_parity.subtests import subtests
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from polyshard_fsdp import MixedPrecision, ShardingStrategy
-from polyshard_fsdp.wrap import ModuleWrapPolicy
+from polyshard_fsdp import MixedPrecision
 from torch import nn
-from torch.nn import TransformerDecoderLayer, TransformerEncoderLayer, functional
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn import functional
 
 
 @across(2)
@@ -82,42 +78,6 @@ def _transformer(ranks: Ranks, mixed_precision: MixedPrecision) -> tuple[Any, nn
         device=ranks.device,
     )
     return model, plain
-
-
-@across(2)
-@subtests(cast_forward_inputs=(True, False), full=(True, False))
-def test_full_precision_losses_in_eval(ranks: Ranks, cast_forward_inputs: bool, full: bool) -> None:
-    """Training computes in fp16, and eval in fp32 if the environment says so; gradients end in fp32."""
-    with full_precision_in_eval(full):
-        mixed_precision = MixedPrecision(
-            param_dtype=torch.float16,
-            reduce_dtype=torch.float16,
-            buffer_dtype=torch.float16,
-            cast_forward_inputs=cast_forward_inputs,
-        )
-        model, plain = _transformer(ranks, mixed_precision)
-        reference = CastReference(plain, mixed_precision, kept=(_BatchNorm,))
-        x = model.get_input(ranks.device)
-        torch.manual_seed(7)
-        loss = model.get_loss(x, model(*x))
-        assert loss.dtype == torch.float16
-        torch.manual_seed(7)
-        expected = model.get_loss(x, reference(*x))
-        assert_near(loss, expected, torch.float16, "training loss")
-        loss.backward()
-        expected.backward()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        assert gradients
-        assert {gradient.dtype for gradient in gradients} == {torch.float32}
-        model.eval()
-        reference.module.eval()
-        x = model.get_input(ranks.device)
-        loss = model.get_loss(x, model(*x))
-        expected = model.get_loss(x, reference(*x, low=not full))
-        dtype = torch.float32 if full else torch.float16
-        assert loss.dtype == dtype
-        # The batch norm has seen fp16 activations, whichever precision eval has.
-        assert_near(loss, expected, dtype, "eval loss", ulps=64 if full else 16)
 
 
 @across(2)
@@ -344,54 +304,3 @@ def test_inputs_from_outside(ranks: Ranks) -> None:
     expected.sum().backward()
     gradients = reference.gradients(ranks)
     assert_all_near(whole_gradients(sharded), gradients, torch.float16, "gradients")
-
-
-@across(2)
-@subtests(strategy=(ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD))
-def test_averaged_parameters_in_eval(ranks: Ranks, strategy: ShardingStrategy) -> None:
-    """Eval uses the averages as they were last written inside ``summon_full_params``, and no older ones.
-
-    On a CPU the transformer is a small one: the default size takes minutes there.
-    """
-    sizes = {"d_model": 32, "nhead": 4, "num_encoder_layers": 2, "num_decoder_layers": 2, "dim_feedforward": 64}
-    if not ranks.on_cpu:
-        sizes = {"d_model": 512, "nhead": 8, "num_encoder_layers": 6, "num_decoder_layers": 6, "dim_feedforward": 2048}
-    half = MixedPrecision(param_dtype=torch.float16)
-    policy = ModuleWrapPolicy({nn.Transformer, TransformerEncoderLayer, TransformerDecoderLayer})
-    torch.manual_seed(0)
-    model = TransformerWithAverage(ranks.device, **sizes)
-    plain = CastReference(model.module, half)
-    plain.module.eval()
-    sharded = wrap_fsdp(model, auto_wrap_policy=policy, mixed_precision=half, sharding_strategy=strategy)
-    assert "FullyShardedDataParallel" in repr(sharded)
-    optimizer = torch.optim.Adam(sharded.module.parameters(), lr=1e-2)
-    torch.manual_seed(1 + ranks.rank)
-    width = sizes["d_model"]
-    eval_inputs = [torch.randn(length, 1, width, device=ranks.device) for length in (8, 16)]
-    sums: list[float] = []
-    averages: dict[str, torch.Tensor] = {}
-    for _ in range(3):
-        sharded.train()
-        sharded(*(torch.randn(length, 4, width, device=ranks.device) for length in (8, 16))).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with FSDP.summon_full_params(sharded):
-            sharded.ema_module.update_parameters(sharded.module)
-        trained = _part(whole_parameters(sharded), "module.")
-        averages = {
-            name: value if not averages else averages[name].lerp(value, 0.001) for name, value in trained.items()
-        }
-        assert_all_near(_part(whole_parameters(sharded), "ema_module.module."), averages, torch.float32, "averages")
-        sharded.eval()
-        with torch.no_grad():
-            output = sharded(*eval_inputs)
-            plain.load(averages)
-            expected = plain(*eval_inputs)
-        assert output.dtype == torch.float16
-        assert_near(output, expected, torch.float16, "output of the averages", ulps=32)
-        sums.append(float(output.sum()))
-    assert sums[0] != sums[1] != sums[2] != sums[0]
-
-
-def _part(parameters: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}

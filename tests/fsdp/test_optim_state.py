@@ -37,11 +37,7 @@ from fsdp_parity.optim_models import (
 )
 from fsdp_parity.ranks import Pools, Ranks, across, on_cpu, world_sizes
 from fsdp_parity.subtests import named, run_subtests
-from polyshard_fsdp import (
-    FullOptimStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
+from polyshard_fsdp import FullOptimStateDictConfig, ShardingStrategy, StateDictType
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

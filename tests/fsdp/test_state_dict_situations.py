@@ -25,10 +25,7 @@ from fsdp_parity.state_models import (
 from fsdp_parity.subtests import subtests
 from fsdp_parity.training import full_parameters
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from polyshard_fsdp import (
-    ShardingStrategy,
-    StateDictType,
-)
+from polyshard_fsdp import ShardingStrategy, StateDictType
 from polyshard_fsdp._common_utils import TrainingState
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor

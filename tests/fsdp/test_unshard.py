@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -16,20 +15,12 @@ import torch
 import torch.distributed as dist
 from fsdp_parity.models import wrap_fsdp
 from fsdp_parity.ranks import Ranks, across
-from fsdp_parity.subtests import named, pairs, run_subtests, subtests
+from fsdp_parity.subtests import named, pairs, subtests
 from fsdp_parity.training import ddp, full_parameters
 from polyshard.errors import UnsupportedError
-from polyshard_fsdp import (
-    CPUOffload,
-    FlatParameter,
-    MixedPrecision,
-    ShardingStrategy,
-    _runtime_utils,
-    _unshard_param_utils,
-    fully_sharded_data_parallel,
-)
+from polyshard_fsdp import CPUOffload, FlatParameter, MixedPrecision, ShardingStrategy, _runtime_utils
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-from polyshard_fsdp._common_utils import FLAT_PARAM, _get_handle_fqns_from_root
+from polyshard_fsdp._common_utils import FLAT_PARAM
 from torch import nn
 
 HALF = MixedPrecision(param_dtype=torch.float16)
@@ -68,31 +59,6 @@ def test_moving_and_casting_whole_parameters(ranks: Ranks, use_orig_params: bool
     assert torch.equal(model(_input(ranks)), before)
 
 
-@across(2, 3)
-@subtests(recurse=[True, False], outer=[True, False], mixed_precision=[None, HALF], use_orig_params=[True, False])
-def test_whole_flat_parameters(ranks: Ranks, recurse: bool, outer: bool, **settings: Any) -> None:
-    """Inside, the flat parameters of the instances asked for are whole; outside and beyond, they are shards."""
-    weights = [layer.weight.detach() for layer in _plain(ranks)]
-    model = _wrapped(ranks, **settings)
-    flats = [model[0]._handle.flat_param, model._handle.flat_param]
-    shards = [-(-weight.numel() // ranks.world_size) for weight in weights]
-    # Where parameters keep their own names, padding up to whole shards belongs to the flat parameter.
-    wholes = [
-        shard * ranks.world_size if settings["use_orig_params"] else weight.numel()
-        for shard, weight in zip(shards, weights, strict=True)
-    ]
-    assert [flat.numel() for flat in flats] == shards
-    before = [flat.detach().clone() for flat in flats]
-    with FSDP.summon_full_params(model if outer else model[0], recurse=recurse):
-        expected = [recurse or not outer, outer]
-        for flat, weight, whole, shard, is_whole in zip(flats, weights, wholes, shards, expected, strict=True):
-            assert flat.numel() == (whole if is_whole else shard)
-            if is_whole:
-                assert torch.equal(flat[: weight.numel()], weight.view(-1))
-    for flat, values in zip(flats, before, strict=True):
-        assert torch.equal(flat, values)
-
-
 @across(1, 2)
 @subtests(
     writeback=[True, False],
@@ -123,64 +89,6 @@ def test_writes_through_flat_parameters(
         for weight in reference.parameters():
             nn.init.constant_(weight, 3.0)
     torch.testing.assert_close(output, reference(_input(ranks)))
-
-
-@across(2)
-def test_padding_is_not_written_back(ranks: Ranks) -> None:
-    """One element over two ranks: what the second holds is padding, of which the whole parameter shows nothing."""
-    model = wrap_fsdp(nn.Linear(1, 1, bias=False, device=ranks.device))
-    flat = model._handle.flat_param
-    assert flat.numel() == 1
-    with torch.no_grad():
-        flat[0] = ranks.rank + 2
-    with FSDP.summon_full_params(model, writeback=True), torch.no_grad():
-        assert flat.numel() == 1
-        assert flat.item() == 2
-        flat.zero_()
-    assert flat.item() == (0 if ranks.rank == 0 else ranks.rank + 2)
-
-
-@across(2)
-@subtests(rank0_only=[False, True], mixed_precision=[None, HALF], strategy=CUT, use_orig_params=[True, False])
-def test_gathered_memory(
-    ranks: Ranks,
-    rank0_only: bool,
-    mixed_precision: MixedPrecision | None,
-    strategy: ShardingStrategy,
-    use_orig_params: bool,
-) -> None:
-    """A context between forward and backward leaves the gathered buffer, and the gradients, as they would have been."""
-    model = _wrapped(
-        ranks, mixed_precision=mixed_precision, sharding_strategy=strategy, use_orig_params=use_orig_params
-    )
-    reference = ddp(ranks, _plain(ranks))
-    flats = [model[0]._handle.flat_param, model._handle.flat_param]
-    whole = [flat.numel() * ranks.world_size * 4 for flat in flats]
-    if mixed_precision is not None:
-        whole = [nbytes // 2 for nbytes in whole]
-    kept = strategy is ShardingStrategy.SHARD_GRAD_OP
-
-    def held() -> list[int]:
-        return [flat._full_param_padded.untyped_storage().nbytes() for flat in flats]
-
-    for _ in range(2):
-        model.zero_grad()
-        reference.zero_grad()
-        output = model(_input(ranks))
-        reference(_input(ranks)).sum().backward()
-        # The outermost is kept until its backward, which comes next.
-        assert held() == [whole[0] if kept else 0, whole[1]]
-        before = held()
-        with FSDP.summon_full_params(model, rank0_only=rank0_only, writeback=not rank0_only):
-            pass
-        assert held() == (before if mixed_precision is None else [0, 0])
-        output.sum().backward()
-        assert held() == [0, 0]
-        with FSDP.summon_full_params(model, rank0_only=rank0_only, writeback=not rank0_only):
-            pass
-        assert held() == [0, 0]
-        tolerance = {} if mixed_precision is None else {"rtol": 1e-2, "atol": 1e-2}
-        _assert_shards(ranks, flats, reference.parameters(), **tolerance)
 
 
 def _assert_shards(ranks: Ranks, flats: list[FlatParameter], references: Any, **tolerance: float) -> None:
@@ -340,50 +248,6 @@ def test_functions_of_polyshard(ranks: Ranks) -> None:
 
 
 @across(2)
-def test_private_names(ranks: Ranks) -> None:
-    """Names that programs written for FSDP read: sizes with padding, dtypes, names from the root."""
-    assert fully_sharded_data_parallel.FLAT_PARAM == _unshard_param_utils.FLAT_PARAM == "_flat_param"
-    run_subtests({"use_orig_params": [True, False]}, _private_names, ranks)
-
-
-def _private_names(ranks: Ranks, use_orig_params: bool) -> None:
-    policy = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.bfloat16)
-    inner = wrap_fsdp(
-        nn.Sequential(nn.Linear(3, 1), nn.Linear(3, 3)).to(ranks.device),
-        use_orig_params=use_orig_params,
-        mixed_precision=policy,
-    )
-    originals = list(inner.module.parameters())
-    model = wrap_fsdp(nn.Sequential(inner).to(ranks.device), use_orig_params=use_orig_params)
-    handle = inner._handle
-    flat = handle.flat_param
-    if use_orig_params:
-        assert all(one is other for one, other in zip(flat._params, originals, strict=True))
-        # 3, 1, 9 and 3 elements of two bytes, each at a multiple of 16 bytes, then up to whole shards.
-        end = math.ceil(35 / ranks.world_size) * ranks.world_size - 35
-        numels = [3, 5, 1, 7, 9, 7, 3] + [end] * (end > 0)
-        paddings = [False, True, False, True, False, True, False] + [True] * (end > 0)
-    else:
-        assert flat._params is None
-        numels, paddings = [3, 1, 9, 3], [False] * 4
-    assert list(flat._numels_with_padding) == numels
-    assert list(flat._is_padding_mask) == paddings
-    with FSDP.summon_full_params(model):
-        assert flat.numel() == sum(numels)
-    assert _get_handle_fqns_from_root(model, handle) == ["0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"]
-    assert _get_handle_fqns_from_root(model, model._handle) is None
-    dtypes = (handle._orig_param_dtype, handle._fwd_bwd_param_dtype, handle._reduce_dtype)
-    assert dtypes == (torch.float32, torch.float16, torch.bfloat16)
-    plain = wrap_fsdp(nn.Linear(3, 3, device=ranks.device), use_orig_params=use_orig_params).half()
-    plain(torch.ones(3, dtype=torch.float16, device=ranks.device)).sum().backward()
-    handle = plain._handle
-    dtypes = (handle._orig_param_dtype, handle._fwd_bwd_param_dtype, handle._reduce_dtype)
-    assert dtypes == (torch.float16, torch.float16, torch.float16)
-    assert handle.flat_param.grad.dtype == torch.float16
-    assert torch.equal(handle.flat_param.grad, handle.sharded_grad)
-
-
-@across(2)
 @subtests(strategy=STRATEGIES, asynchronous=[True, False], use_orig_params=[True, False])
 def test_gathers_ahead(ranks: Ranks, strategy: ShardingStrategy, asynchronous: bool, use_orig_params: bool) -> None:
     """A gather issued before the forward serves it, unless the parameters were written to in between."""
@@ -416,20 +280,25 @@ def test_gathers_ahead(ranks: Ranks, strategy: ShardingStrategy, asynchronous: b
 @across(2)
 def test_write_between_forward_and_backward(ranks: Ranks) -> None:
     """Written whole parameters are what every later gather reads, in whatever place of the step they were written."""
-    for case in pairs({"use_orig_params": [True, False], "no_grad": [True, False]}):
+    for case in pairs({"use_orig_params": [True, False], "no_grad": [True, False], "mixed_precision": [None, HALF]}):
         with named(case):
-            model = _wrapped(ranks, use_orig_params=case["use_orig_params"])
+            half = case["mixed_precision"] is not None
+            settings = {"use_orig_params": case["use_orig_params"], "mixed_precision": case["mixed_precision"]}
+            model = _wrapped(ranks, **settings)
             reference = _plain(ranks)
             with torch.no_grad() if case["no_grad"] else nullcontext():
                 output = model(_input(ranks))
             with FSDP.summon_full_params(model), torch.no_grad():
                 model[0].weight.fill_(0.5)
                 model[1].weight.fill_(0.25)
-            if not case["no_grad"]:
+            # What autograd saved in half precision is another copy, which it refuses.
+            if not case["no_grad"] and not half:
                 output.sum().backward()
                 # The inner unit was gathered again: its backward is that of what was written, over the same inputs.
                 model.zero_grad()
             for weight, value in zip(reference.parameters(), (0.5, 0.25), strict=True):
                 nn.init.constant_(weight, value)
-            assert torch.equal(model(_input(ranks)), reference(_input(ranks)))
+            expected = reference(_input(ranks))
+            tolerance = {"rtol": 1e-2, "atol": 1e-2} if half else {"rtol": 0.0, "atol": 0.0}
+            torch.testing.assert_close(model(_input(ranks)).float(), expected, **tolerance)
     dist.barrier(ranks.group)

@@ -27,7 +27,6 @@ from polyshard_fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, Shardin
 from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp._common_utils import clean_tensor_name
 from polyshard_fsdp._traversal_utils import _get_fsdp_handles, _get_fsdp_states
-from polyshard_fsdp._wrap_utils import _validate_frozen_params
 from polyshard_fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -427,40 +426,6 @@ class TestAutoWrap:
             FSDP(plain, process_group=group, auto_wrap_policy=policy, use_orig_params=False)
         assert str(refused.value).startswith("layers.0.attn has both")
         assert not FSDP.fsdp_modules(plain)
-
-
-class TestWrapUtils:
-    """The check of frozen parameters by itself."""
-
-    @pytest.mark.parametrize("use_orig_params", [True, False])
-    def test_validate_frozen_params(self, use_orig_params: bool) -> None:
-        model = LoraModel()
-        lora_a = {module for name, module in model.named_modules() if name.endswith("lora_A")}
-        lora_b = {module for name, module in model.named_modules() if name.endswith("lora_B")}
-        attentions = {module for module in model.modules() if isinstance(module, LoraAttention)}
-        decoders = {module for module in model.modules() if isinstance(module, LoraDecoder)}
-        # The adapters wrapped apart leave their parents frozen throughout.
-        for chosen in (lora_a | lora_b, lora_a | lora_b | attentions, lora_a | lora_b | attentions | decoders):
-            _validate_frozen_params(model, chosen, set(), use_orig_params)
-
-        chosen = lora_b | attentions | decoders
-        if use_orig_params:
-            # The attention would hold its frozen projections (4 x 1024) and lora_A (256).
-            with pytest.warns(
-                UserWarning, match=_mixed("We do not recommend.*4352 numel instead of 256 numel")
-            ) as seen:
-                _validate_frozen_params(model, chosen, set(), use_orig_params)
-            assert len(seen) == 4
-        else:
-            match = _mixed("FSDP does not support wrapping such modules when use_orig_params=False.")
-            with pytest.raises(ValueError, match=match) as caught:
-                _validate_frozen_params(model, chosen, set(), use_orig_params)
-            frozen = [f"layers.0.attn.{name}_proj.weight" for name in "qkvo"]
-            assert "requires_grad=True:\n['layers.0.attn.lora_A.weight']\n" in str(caught.value)
-            assert str(caught.value).endswith(f"requires_grad=False:\n{frozen}")
-
-        ignored = {p for module in lora_a for p in module.parameters()}
-        _validate_frozen_params(model, chosen, ignored, use_orig_params)
 
 
 def _mixed(rest: str) -> str:

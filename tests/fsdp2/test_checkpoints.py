@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import polyshard
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp2_models import OURS, PACKAGES, inputs, parallel, same, square_of
 from parity import chain, draw
@@ -179,27 +176,6 @@ def test_experts_with_a_mesh_of_their_own(ranks: KeptRanks, tmp_path: Path) -> N
     ranks.run(2, experts_loaded, str(tmp_path), wanted)
 
 
-class FewRows(nn.Module):
-    """Of the table two ranks have a row of 4096 elements each, and others none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up = nn.Linear(8, 4096, bias=False)
-        self.table = nn.Parameter(torch.randn(2, 4096))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # No sum is so long that its order could depend on where the numbers lie.
-        return torch.tanh(self.up(x)) * self.table[0] * self.table[1]
-
-
-def in_blocks(package: str, kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    with warnings.catch_warnings(action="ignore"):
-        module = importlib.import_module(package)
-    made: torch.optim.Optimizer = getattr(module, kind)(model.parameters(), lr=1e-2)
-    return made
-
-
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, turns: range) -> None:
     # Otherwise torchao compiles its steps.
     with torch.compiler.set_stance("force_eager"):
@@ -207,35 +183,3 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, turns: range) -> N
             model(draw(4, 8, turn=turn).float()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-
-
-def trained_in_blocks(rank: int, package: str, kind: str, folder: str, load: bool) -> dict[str, Any]:
-    model = FewRows()
-    OURS.fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = in_blocks(package, kind, model)
-    if load:
-        checkpoint.load(Path(folder, "step-00000002"), model, optimizer)
-    else:
-        steps(model, optimizer, range(2))
-        checkpoint.save(Path(folder), 2, model, optimizer)
-    steps(model, optimizer, range(2, 4))
-    return {name: cast("DTensor", parameter).full_tensor().detach() for name, parameter in model.named_parameters()}
-
-
-def plain_in_blocks(rank: int, package: str, kind: str) -> dict[str, torch.Tensor]:
-    model = FewRows()
-    with warnings.catch_warnings(action="ignore"):
-        optimizer = getattr(importlib.import_module(package), kind)(model.parameters(), lr=1e-2)
-    steps(model, optimizer, range(4))
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("package", "kind"), [("torchao.optim", "AdamW8bit"), ("torchao.optim", "AdamW4bit")])
-def test_states_in_blocks(ranks: KeptRanks, tmp_path: Path, package: str, kind: str) -> None:
-    pytest.importorskip(package)
-    (wanted,) = ranks.run(1, plain_in_blocks, package, kind)
-    same(ranks.run(2, trained_in_blocks, package, kind, str(tmp_path), False)[0], wanted, rtol=0, atol=0)
-    for number in (4, 1):
-        for found in ranks.run(number, trained_in_blocks, package, kind, str(tmp_path), True):
-            same(found, wanted, rtol=0, atol=0)

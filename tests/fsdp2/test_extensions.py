@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
@@ -17,10 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from extended_models import IN, OUT, Layer, Net, Pair, Reference, Rounded
-from fsdp2_models import OURS, alike, beside_torch, cpu_mesh, each_of
-from parity import draw, seed_all
-from polyshard.errors import ConfigError, ParameterError, UnsupportedError
-from polyshard.state import StateOptions, get_model_state_dict, set_model_state_dict
+from fsdp2_models import OURS, alike, beside_torch, cpu_mesh
+from parity import seed_all
+from polyshard.errors import ParameterError, UnsupportedError
 from polyshard_backends.gloo import GlooCollectives
 from polyshard_fsdp2 import CPUOffloadPolicy
 from processes import KeptRanks
@@ -172,19 +169,6 @@ class Packed(nn.Module):
         return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
 
 
-def packed_parameters(package: ModuleType) -> Any:
-    """Plain ones of eight bits, and integers, beside trained ones that are cast."""
-    found = []
-    for dtype in (torch.uint8, torch.int8, torch.int32):
-        model = Packed(dtype)
-        package.fully_shard(model, mesh=cpu_mesh(), mp_policy=package.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        for _ in range(2):
-            model(torch.ones(2, IN)).sum().backward()
-        assert all(torch.equal(each, Packed(dtype).weight) for each in model.seen)
-        found += [shown(model), model.bias.grad]
-    return found
-
-
 #: Bodies, and on how many ranks each runs.
 BODIES: dict[Callable[[ModuleType], object], int] = {
     trains_as_unsharded: 2,
@@ -194,26 +178,12 @@ BODIES: dict[Callable[[ModuleType], object], int] = {
     torch_checkpoints: 2,
     meta_models: 2,
     calls_of_the_methods: 2,
-    packed_parameters: 2,
 }
 
 
-@pytest.mark.parametrize("body", each_of(BODIES, newer=[packed_parameters]))
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_beside_torch(ranks: KeptRanks, body: Callable[[ModuleType], object]) -> None:
     ranks.run(BODIES[body], beside_torch, body)
-
-
-class Plain(Rounded):
-    """Without the methods."""
-
-
-Plain.fsdp_pre_all_gather = Plain.fsdp_post_all_gather = property()  # type: ignore[assignment,method-assign]
-
-
-class Half(Rounded):
-    """With one of them."""
-
-    fsdp_post_all_gather = property()  # type: ignore[assignment]
 
 
 class Odd(Rounded):
@@ -224,13 +194,6 @@ class Odd(Rounded):
 def refusals(rank: int) -> None:
     mesh = cpu_mesh()
     cases: list[tuple[Callable[[torch.Tensor], torch.Tensor], dict[str, Any], type[Exception], str]] = [
-        (
-            Plain,
-            {},
-            ParameterError,
-            r"'down.weight' on rank \d is a Plain, .* has no fsdp_pre_all_gather and fsdp_post",
-        ),
-        (Half, {}, ParameterError, "is a Half, .* has fsdp_pre_all_gather without fsdp_post_all_gather"),
         (Odd, {}, ParameterError, "is a Odd, .* takes 2 arguments"),
         (
             Rounded,
@@ -277,10 +240,7 @@ def failures(rank: int) -> None:
         (differs, r"of 'down.weight' .* answered \[\[\(3, 7\), 'torch.float32'\]\] on rank 1 of its unit and"),
     ):
         model = sharded(OURS, Net())
-        with (
-            patch.object(Rounded, "fsdp_pre_all_gather", method),
-            pytest.raises(ParameterError, match=words),
-        ):
+        with patch.object(Rounded, "fsdp_pre_all_gather", method), pytest.raises(ParameterError, match=words):
             model(torch.ones(1, IN, dtype=torch.float64))
         # The next forward gathers anew, and so does the one behind a failure of a later gather.
         assert model(torch.ones(1, IN, dtype=torch.float64)).isfinite().all()
@@ -372,51 +332,6 @@ def test_memory_and_launches(ranks: KeptRanks) -> None:
     ranks.run(2, memory_and_launches)
 
 
-def functions_of_polyshard(rank: int, folder: str) -> None:
-    """Checkpoints go to a model that ``polyshard.shard`` sharded, and back; whole tensors have the class."""
-    seed_all(0)
-    source = Net()
-    model, full = sharded(OURS, copy.deepcopy(source)), StateOptions(form="full")
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
-
-    def steps(trained: nn.Module, stepping: torch.optim.Optimizer) -> list[float]:
-        found = []
-        for step in range(2):
-            loss = trained(torch.full((1, IN), step + 1.0, dtype=torch.float64)).square().mean()
-            loss.backward()
-            found.append(loss.item())
-            stepping.step()
-            stepping.zero_grad()
-        return found
-
-    steps(model, optimizer)
-    polyshard.checkpoint.save(folder, 1, model, optimizer)
-    state = get_model_state_dict(model, full)
-    assert [type(state[name]) for name in ("layer.weight", "down.weight")] == [Pair, torch.Tensor]
-    with polyshard.unsharded(model):
-        weight: Any = model.layer.weight
-        assert torch.equal(weight.decoded(), state["layer.weight"].decoded())
-        assert torch.equal(model.down.weight.whole, state["down.weight"])  # type: ignore[arg-type]
-    assert isinstance(model.layer.weight, DTensor)
-    names = [name for names, _ in polyshard.stream(model) for name in names]
-    assert sorted(names) == sorted([*(state.keys() - {"layer.weight"}), "layer.weight.high", "layer.weight.low"])
-    seed_all(1)
-    native = polyshard.shard(Net(), polyshard.ShardConfig(policy="always"))
-    other = torch.optim.AdamW([each for each in native.parameters() if each.requires_grad], lr=1e-2)
-    polyshard.checkpoint.load(f"{folder}/step-00000001", native, other)
-    found = steps(native, other)
-    polyshard.checkpoint.save(folder, 2, native, other)
-    torch.testing.assert_close(found, steps(model, optimizer), rtol=1e-12, atol=0.0)
-    polyshard.checkpoint.load(f"{folder}/step-00000002", model, optimizer)
-    torch.testing.assert_close(steps(model, optimizer), steps(native, other), rtol=1e-12, atol=0.0)
-    with pytest.raises(ConfigError, match=r"'layer\.weight' of the state dict is a DTensor of Pair"):
-        set_model_state_dict(native, model.state_dict())
-
-
-def test_functions_of_polyshard(ranks: KeptRanks, tmp_path: Path) -> None:
-    ranks.run(2, functions_of_polyshard, str(tmp_path))
-
-
 def beside_tensor_parallelism(rank: int) -> None:
     """A local tensor of a class of its own in a ``DTensor``, cut once more: over (2, 2) ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
@@ -452,68 +367,3 @@ def eight_bit_floats(rank: int) -> None:
 
 def test_frozen_eight_bit_floats_are_not_cast(ranks: KeptRanks) -> None:
     ranks.run(2, eight_bit_floats)
-
-
-def nf4() -> Any:
-    """torchao's module; what it warns of when it is imported is its own affair."""
-    with warnings.catch_warnings(action="ignore"):
-        return pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
-
-
-class Adapted(nn.Module):
-    """A frozen layer in NF4, and an adapter."""
-
-    def __init__(self, inner: int, outer: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(nf4().to_nf4(torch.randn(outer, inner) / inner**0.5, 64, 4), requires_grad=False)
-        self.a, self.b = nn.Linear(inner, 4, bias=False), nn.Linear(4, outer, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = nf4().linear_nf4(x, self.weight) + self.b(self.a(x))
-        return out
-
-
-def make() -> nn.Sequential:
-    seed_all(0)
-    # Rows that two and three ranks cut evenly: torchao's tensors are cut no other way.
-    return nn.Sequential(Adapted(64, 192), nn.Tanh(), Adapted(192, 96))
-
-
-def train(model: nn.Module, ranks: list[int]) -> list[list[float]]:
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
-    found = []
-    for turn in range(20):
-        inputs = [draw(8, 64, turn=turn, rank=rank).float() for rank in ranks]
-        losses = [(model(x) - 1).square().mean() for x in inputs]
-        torch.stack(losses).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append([loss.item() for loss in losses])
-    return found
-
-
-def of_adapters(rank: int, world_size: int) -> tuple[list[float], list[float], int, bool]:
-    warnings.simplefilter("ignore")
-    from polyshard_fsdp2 import fully_shard
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (world_size,))
-    plain, model = make(), make()
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh)
-    losses = [loss for (loss,) in train(model, [rank])]
-    wanted = [step[rank] for step in train(plain, list(range(world_size)))]
-    weight: Any = model[0].weight
-    whole: Any = plain[0].weight
-    rows = weight.to_local().quantized_data
-    own = whole.quantized_data.chunk(world_size)[rank]
-    return losses, wanted, rows.numel(), torch.equal(rows, own)
-
-
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
-def test_twenty_steps_are_the_unsharded_models(ranks: KeptRanks, world_size: int) -> None:
-    nf4()
-    for losses, wanted, numel, same in ranks.run(world_size, of_adapters, world_size, timeout=200.0):
-        assert losses == pytest.approx(wanted, rel=1e-5)
-        assert numel == 192 * 64 // 2 // world_size
-        assert same

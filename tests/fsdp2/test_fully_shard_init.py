@@ -180,15 +180,6 @@ def meta_model_takes_what_is_assigned(package: ModuleType) -> Any:
     return [*found, train(model, 2), seen(model)]
 
 
-def meta_model_is_loaded_from_one_rank(package: ModuleType) -> Any:
-    with torch.device("meta"):
-        model = shard_all(package, Words().double())
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    model.to_empty(device="cpu")
-    set_model_state_dict(model, dict(make().state_dict()) if dist.get_rank() == 0 else {}, options=options)
-    return wholes(model), train(model, 2), seen(model)
-
-
 def values_on_the_first_rank_alone(package: ModuleType) -> Any:
     """As trainers load large models: rank 0 from a file, the others behind ``fully_shard``, from there."""
     first = dist.get_rank() == 0
@@ -207,23 +198,6 @@ def values_on_the_first_rank_alone(package: ModuleType) -> Any:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, whole, options=options)
     return wholes(model), train(model, 2), seen(model)
-
-
-def meta_model_over_replicas_and_offloaded(package: ModuleType) -> Any:
-    whole = dict(make().state_dict())
-    with torch.device("meta"):
-        model = Words().double()
-        ignored = {model.norm.weight}
-        policy = package.CPUOffloadPolicy(pin_memory=False)
-        shard_all(package, model, cpu_mesh(2, 2), ignored_params=ignored, offload_policy=policy)
-    found = [model.norm.weight.is_meta, type(model.norm.weight) is nn.Parameter]
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for name, value in (*model.named_parameters(), *model.named_buffers()):
-            like = whole[name]
-            value.copy_(distribute_tensor(like, value.device_mesh, value.placements) if name in given(model) else like)
-    loss_of(model, next(batches(1))).backward()
-    return [*found, seen(model)]
 
 
 def given(model: nn.Module) -> set[str]:
@@ -331,8 +305,6 @@ BODIES: dict[Callable[[ModuleType], object], int] = {
     meta_model_in_a_forward: 2,
     meta_model_takes_what_is_assigned: 2,
     values_on_the_first_rank_alone: 3,
-    meta_model_is_loaded_from_one_rank: 2,
-    meta_model_over_replicas_and_offloaded: 4,
     pieces_along_another_dimension: 2,
     two_models_over_other_ranks: 4,
     settings_of_torch_are_taken: 2,

@@ -40,25 +40,6 @@ def replicas_of_shards(rank: int) -> None:
     both(run)
 
 
-def several_roots(rank: int) -> None:
-    def run(package: ModuleType) -> Any:
-        model, mesh = make(), cpu_mesh()
-        ignored = set(model.norm.parameters()) | set(model.embedding.parameters()) | set(model.head.parameters())
-        for block in model.blocks:
-            package.fully_shard(block, mesh=mesh)
-        trained = [parameter for parameter in model.parameters() if parameter not in ignored]
-        optimizer, told = torch.optim.SGD(trained, lr=0.1), []
-        for words in batches(3):
-            loss = loss_of(model, words)
-            loss.backward()
-            optimizer.step()
-            model.zero_grad()
-            told.append(loss.item())
-        return told, wholes(model)
-
-    both(run)
-
-
 def _mixed(rank: int, policy: dict[str, Any], tolerance: float) -> None:
     def run(package: ModuleType) -> Any:
         seen: list[torch.dtype] = []
@@ -142,15 +123,6 @@ def parameters_that_keep_their_dtype(rank: int) -> None:
     for overrides in (False, True) if torch.__version__ >= (2, 15) else (False,):
         # Of one bf16 rounding, 4e-3.
         alike(ours, _trains_norms(PACKAGES[0], overrides), rtol=1e-5, atol=1e-7)
-
-
-def inputs_that_are_not_cast(rank: int) -> None:
-    for package in PACKAGES:
-        layer = nn.Linear(4, 4)
-        policy = package.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
-        package.fully_shard(layer, mesh=cpu_mesh(), mp_policy=policy)
-        with pytest.raises(RuntimeError, match="dtype"):
-            layer(torch.randn(2, 4))
 
 
 def _factor(rank: int, factor: float) -> None:
@@ -287,9 +259,7 @@ def compiled_blocks(rank: int) -> None:
 #: Bodies, and on how many ranks each runs.
 BODIES: dict[Callable[[int], object], int] = {
     replicas_of_shards: 4,
-    several_roots: 2,
     parameters_that_keep_their_dtype: 2,
-    inputs_that_are_not_cast: 2,
     ignored_parameters: 2,
     parameters_of_several_dtypes: 2,
     parameters_that_came_later: 2,

@@ -11,22 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2_models import (
-    OURS,
-    WIDTH,
-    Words,
-    as_unsharded,
-    batches,
-    beside_torch,
-    copied,
-    cpu_mesh,
-    each_of,
-    loss_of,
-    make,
-    seen,
-    train,
-    wholes,
-)
+from fsdp2_models import OURS, Words, batches, beside_torch, copied, cpu_mesh, loss_of, make, seen, train, wholes
 from polyshard.errors import AlreadyShardedError
 from processes import KeptRanks
 from torch import nn
@@ -100,26 +85,6 @@ def modules_inside_others_of_a_list(package: ModuleType) -> Any:
     return train(model), seen(model)
 
 
-def methods_beside_forward(package: ModuleType) -> Any:
-    model = shard_lists(package, make(), reshard_after_forward=True)
-    package.register_fsdp_forward_method(model.blocks[1], "doubled")
-    told = train(model, 1)
-    doubled = copied(model.blocks[1].doubled(torch.ones(2, WIDTH, dtype=torch.float64)))
-    return told, doubled, train(model), wholes(model)
-
-
-def meta_models(package: ModuleType) -> Any:
-    with torch.device("meta"):
-        model = shard_lists(package, Words().double())
-    model = model.to_empty(device="cpu").float()
-    for name, parameter in model.named_parameters():
-        nn.init.constant_(parameter, 0.01 * len(name))
-    model.scale.fill_(1.0)
-    model.head.to(torch.float64)
-    model.to(torch.float64)
-    return train(model), seen(model)
-
-
 def casts_of_each(rank: int) -> None:
     """As in FSDP2 of torch 2.13."""
     dtypes: list[torch.dtype] = []
@@ -151,31 +116,6 @@ def refusals(package: ModuleType) -> None:
         package.fully_shard(unmade, mesh=mesh)._get_fsdp_state()._lazy_init()
 
 
-class Headless(Words):
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(words)
-        for block in self.blocks:
-            x = block(x)
-        normal: torch.Tensor = self.norm(x)
-        return normal
-
-
-def a_head_that_is_called_in_chunks(rank: int) -> None:
-    """The model's forward ends with the norm; the head runs behind it, for some words at a time."""
-
-    def chunked(model: Any, words: torch.Tensor) -> torch.Tensor:
-        x = model(words)
-        losses = [nn.functional.cross_entropy(model.head(x[:, place]), words[:, place]) for place in range(5)]
-        return torch.stack(losses).mean()
-
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Headless().double())
-    shard_lists(OURS, models[0], reshard_after_forward=True)
-    as_unsharded(*models, chunked)
-
-
 def a_parameter_that_calls_would_part(rank: int) -> None:
     model, mesh = Words(tied=True).double(), cpu_mesh()
     OURS.fully_shard(model.embedding, mesh=mesh)
@@ -189,23 +129,17 @@ BESIDE: dict[Callable[[ModuleType], object], int] = {
     modules_that_do_not_run: 2,
     any_of_a_list_stands_for_all: 2,
     modules_inside_others_of_a_list: 2,
-    methods_beside_forward: 2,
-    meta_models: 2,
     refusals: 2,
 }
 
 
-@pytest.mark.parametrize("body", each_of(BESIDE, newer=[methods_beside_forward]))
+@pytest.mark.parametrize("body", BESIDE, ids=lambda body: body.__name__)
 def test_beside_torch(ranks: KeptRanks, body: Callable[[ModuleType], object]) -> None:
     ranks.run(BESIDE[body], beside_torch, body)
 
 
 #: Bodies, and on how many ranks each runs.
-BODIES: dict[Callable[[int], object], int] = {
-    casts_of_each: 2,
-    a_head_that_is_called_in_chunks: 2,
-    a_parameter_that_calls_would_part: 2,
-}
+BODIES: dict[Callable[[int], object], int] = {casts_of_each: 2, a_parameter_that_calls_would_part: 2}
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)

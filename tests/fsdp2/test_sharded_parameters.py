@@ -11,17 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from fsdp2_models import (
     OURS,
     PACKAGES,
-    Words,
     alike,
     as_whole,
     batches,
     beside_torch,
     copied,
-    cpu_mesh,
     inputs,
     loss_of,
     make,
@@ -33,8 +30,7 @@ from fsdp2_models import (
     wholes,
 )
 from processes import KeptRanks
-from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 #: Ranks, and a mesh of them as ``parallel`` takes it: shards, replicas, tensor parallelism
 #: inside of shards, and of replicas of these.
@@ -99,78 +95,6 @@ def test_norms_are_those_of_torch(ranks: KeptRanks, mesh: str) -> None:
     ranks.run(world_size, beside_torch, _clipped, shape)
 
 
-_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "loop": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=False),
-    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True),
-    "groups": lambda parameters: torch.optim.Adam([{"params": [each], "lr": 1e-2} for each in parameters]),
-}
-
-
-def optimizers(package: ModuleType) -> Any:
-    found = []
-    for make_optimizer in _OPTIMIZERS.values():
-        model = parallel(package, dist.get_world_size())
-        optimizer = make_optimizer(list(model.parameters()))
-        told = train(model, 1, optimizer, _square)
-        saved = copied(optimizer.state_dict())
-        told += train(model, 1, optimizer, _square)
-        # Loaded into another optimizer, over the same parameters.
-        other = make_optimizer(list(model.parameters()))
-        other.load_state_dict(saved)
-        told += train(model, 1, other, _square)
-        found.append([told, seen(model, other), other.state_dict()])
-    return found
-
-
-def _square(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
-    x = torch.nn.functional.one_hot(words % 12, 12).double()
-    return square_of(model, x)
-
-
-def initialised_by_loops(package: ModuleType) -> Any:
-    """Before the first forward, over ``parameters()`` and over attributes; what is written there is trained."""
-    model = shard_all(package, make())
-    for number, parameter in enumerate(model.parameters()):
-        nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else nn.init.constant_(parameter, number)
-    found = [copied(dict(model.named_parameters()))]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5).add_(0.25)
-        model.head.weight.data.add_(0.1)
-        model.norm.weight.to_local().fill_(2.0)
-        model.blocks[0].up.bias.copy_(
-            distribute_tensor(torch.arange(49.0).double(), cpu_mesh(), model.norm.bias.placements)
-        )
-    found += [train(model, 2), seen(model)]
-    model.blocks[1].norm.reset_parameters()
-    nn.init.zeros_(model.blocks[1].down.weight)
-    loss_of(model, next(batches(1))).backward()
-    return [*found, seen(model)]
-
-
-def updated_by_hand(package: ModuleType) -> Any:
-    """An SGD of the user's own, an average of parameters, sums over all of them."""
-    model = shard_all(package, make())
-    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    told = []
-    for words in batches(3):
-        loss = loss_of(model, words)
-        loss.backward()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.add_(parameter.grad, alpha=-0.1)
-                average[name].lerp_(parameter, 0.5)
-                parameter.grad = None
-        told += [loss.item(), sum(as_whole(parameter.detach().square().sum()) for parameter in model.parameters())]
-    kept = copied(dict(model.named_parameters()))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(average[name])
-    loss_of(model, next(batches(1))).backward()
-    return told, kept, seen(model)
-
-
 def gradients_in_the_hands_of_users(package: ModuleType) -> Any:
     found = []
     model = shard_all(package, make())
@@ -198,30 +122,6 @@ def gradients_in_the_hands_of_users(package: ModuleType) -> Any:
     model.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
     return found
-
-
-def hooks_on_gradients(package: ModuleType) -> Any:
-    model = shard_all(package, make())
-    found: dict[str, Any] = {}
-    for name, parameter in model.named_parameters():
-
-        def told(parameter: torch.Tensor, name: str = name) -> None:
-            found[name] = copied(parameter.grad)
-            parameter.grad = None
-
-        parameter.register_post_accumulate_grad_hook(told)
-    for words in batches(2):
-        loss_of(model, words).backward()
-    return dict(sorted(found.items())), seen(model)
-
-
-def replaced_by_hand(package: ModuleType) -> Any:
-    """Before the first forward a parameter may be another object, as a ``DTensor`` that lies alike."""
-    model = shard_all(package, make())
-    weight = torch.full((17, 12), 0.5, dtype=torch.float64)
-    model.head.weight = nn.Parameter(distribute_tensor(weight, cpu_mesh(), model.head.weight.placements))
-    model.norm.weight = nn.Parameter(model.norm.weight.detach() * 2)
-    return train(model, 2), seen(model)
 
 
 def _kept(package: ModuleType, releases: bool | None) -> Any:
@@ -281,65 +181,6 @@ def cast_while_training(package: ModuleType) -> Any:
     return found
 
 
-def small_and_empty_pieces(package: ModuleType) -> Any:
-    """One row, rows for some of the ranks, none; several dimensions."""
-    found: list[Any] = []
-    for shape in ((1, 5), (2, 3), (4, 2, 3), (1,), (5, 1)):
-        torch.manual_seed(0)
-        module = _Sum(torch.randn(shape).double())
-        package.fully_shard(module, mesh=cpu_mesh())
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-        for number in range(2):
-            module(torch.full((), 1.0 + number + dist.get_rank())).backward()
-            found.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5))
-            optimizer.step()
-            found.append(seen(module, optimizer))
-            optimizer.zero_grad()
-    return found
-
-
-class _Sum(nn.Module):
-    def __init__(self, value: torch.Tensor) -> None:
-        super().__init__()
-        self.value, self.beside = nn.Parameter(value), nn.Parameter(torch.arange(7.0).double())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.value.square()).sum() + (x * self.beside).square().sum()
-
-
-def shared_parameters(package: ModuleType) -> Any:
-    model = shard_all_but_embedding(package, make(tied=True))
-    assert model.head.weight is model.embedding.weight
-    found = [train(model, 2), seen(model)]
-    assert model.head.weight is model.embedding.weight
-    return found
-
-
-def shard_all_but_embedding(package: ModuleType, model: Words) -> Words:
-    for block in model.blocks:
-        package.fully_shard(block, mesh=cpu_mesh())
-    return package.fully_shard(model, mesh=cpu_mesh())
-
-
-def scaled_gradients(package: ModuleType) -> Any:
-    model = shard_all(package, make(dtype=torch.float32))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
-    told = []
-    for number, words in enumerate(batches(3)):
-        loss = loss_of(model, words)
-        scaler.scale(loss).backward()
-        if number == 1 and dist.get_rank() == 0:
-            # An overflow that one rank alone sees.
-            model.head.weight.grad.to_local().fill_(float("inf"))
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        told += [loss.item(), scaler.get_scale()]
-    return told, seen(model)
-
-
 def copies_are_refused(package: ModuleType) -> Any:
     model = shard_all(package, make())
     with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
@@ -366,17 +207,9 @@ def parts_that_outlive_the_model(package: ModuleType) -> Any:
 
 
 BODIES: dict[Callable[[ModuleType], object], int] = {
-    optimizers: 2,
-    initialised_by_loops: 2,
-    updated_by_hand: 2,
     gradients_in_the_hands_of_users: 2,
-    hooks_on_gradients: 2,
-    replaced_by_hand: 2,
     cast_before_the_first_forward: 2,
     cast_while_training: 2,
-    small_and_empty_pieces: 2,
-    shared_parameters: 2,
-    scaled_gradients: 2,
     copies_are_refused: 2,
     parts_that_outlive_the_model: 2,
 }

@@ -8,19 +8,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import (
-    WAYS,
-    Block,
-    Net,
-    backward,
-    local,
-    on_ranks,
-    one_by_one,
-    seeded,
-    sharded_copy,
-    threaded,
-    units_of,
-)
+from parity import WAYS, Block, Net, backward, local, on_ranks, one_by_one, seeded, sharded_copy, threaded, units_of
 from polyshard.errors import NonFiniteError, PolyshardError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn

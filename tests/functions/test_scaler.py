@@ -328,64 +328,6 @@ def test_an_overflow_of_one_rank_in_one_microbatch_is_skipped_by_all(
         torch.testing.assert_close(got, weights, rtol=1e-6, atol=1e-7)
 
 
-def test_two_optimizers_share_a_scaler_that_goes_on_from_its_state() -> None:
-    def update(scaler: torch.amp.GradScaler, optimizers: list[torch.optim.Optimizer]) -> None:
-        for each in optimizers:
-            scaler.step(each)
-        scaler.update()
-        for each in optimizers:
-            each.zero_grad()
-
-    def turns(model: nn.Module, scaler: torch.amp.GradScaler, backward: Callable[[int, Any], None]) -> list[float]:
-        parameters = list(model.parameters())
-        optimizers = [adam(parameters[:1]), torch.optim.SGD(parameters[1:], lr=0.01)]
-        scales = []
-        for turn in range(TURNS):
-            if turn == 3:
-                state = scaler.state_dict()
-                scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=7)
-                scaler.load_state_dict(state)
-            backward(turn, scaler)
-            update(scaler, optimizers)
-            scales.append(scaler.get_scale())
-        return scales
-
-    plain = Slope()
-
-    def steep(turn: int, rank: int) -> torch.Tensor:
-        x = torch.full((7,), 2.0**-turn)
-        # 2 ** 29 times as much is infinite in fp32: of the second parameter alone, on one rank.
-        x[-1] = 1e30 if rank == 1 and turn in (0, 4) else 0.0
-        return x
-
-    def whole(turn: int, scaler: torch.amp.GradScaler) -> None:
-        for rank in range(2):
-            scaler.scale(plain(steep(turn, rank))).backward()
-        for parameter in plain.parameters():
-            assert parameter.grad is not None
-            parameter.grad /= 2
-
-    expected = turns(plain, torch.amp.GradScaler("cpu", init_scale=2.0**29, growth_interval=2), whole)
-    assert expected[0] == 2.0**28
-
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[float], torch.Tensor]:
-        # Made before the model is sharded.
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**29, growth_interval=2)
-        model = polyshard.shard(Slope(), threaded(world, rank))
-
-        def own(turn: int, scaler: torch.amp.GradScaler) -> None:
-            scaler.scale(model(steep(turn, rank))).backward()
-
-        scales = turns(model, scaler, own)
-        with polyshard.unsharded(model):
-            return scales, torch.cat([parameter.detach() for parameter in model.parameters()])
-
-    weights = torch.cat([parameter.detach() for parameter in plain.parameters()])
-    for scales, got in on_ranks(2, on_rank):
-        assert scales == expected
-        torch.testing.assert_close(got, weights, rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("precision", ["fp16", {"name": "mixed", "param": "fp16", "reduce": "fp16"}])
 @pytest.mark.parametrize("flat", [False, True])
 def test_fp16_without_a_scaler_is_told_once(precision: Any, flat: bool) -> None:

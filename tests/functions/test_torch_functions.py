@@ -329,28 +329,6 @@ def test_penalties_of_parameters_count_in_the_loss() -> None:
         torch.testing.assert_close(got, norm, rtol=1e-12, atol=0)
 
 
-def test_attacks_along_gradients_are_those_of_the_unsharded_model() -> None:
-    """The fast gradient method: gradients of the weights, and those where each weight is moved along its own."""
-
-    def attacked(model: nn.Module) -> dict[str, torch.Tensor]:
-        model(INPUTS).square().mean().backward()
-        before = {name: each.detach().clone() for name, each in model.named_parameters() if each.ndim >= 2}
-        with torch.no_grad():
-            for name in before:
-                weight = model.get_parameter(name)
-                assert weight.grad is not None
-                weight.add_(0.1 * weight.grad / weight.grad.norm())
-        model(INPUTS).square().mean().backward()
-        with torch.no_grad():
-            for name, value in before.items():
-                model.get_parameter(name).copy_(value)
-        return {name: whole_value(each.grad) for name, each in model.named_parameters() if each.grad is not None}
-
-    expected = attacked(seeded(Net))
-    found = on_ranks(2, lambda rank, world: attacked(sharded_copy(seeded(Net), rank, world, **BLOCKS)))
-    assert_all_close(found, expected)
-
-
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_distributed_data_parallel_refuses_a_sharded_model(strategy: Any) -> None:
     fake = {"name": "fake", "world_size": 2}
@@ -363,25 +341,6 @@ def test_distributed_data_parallel_refuses_a_sharded_model(strategy: Any) -> Non
     # Models beside it are theirs.
     with group_of_one():
         nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
-
-
-def test_averages_by_copies_of_parameters_are_those_of_the_unsharded_model() -> None:
-    def averaged(model: nn.Module, ranks: list[int]) -> dict[str, torch.Tensor]:
-        averages = {name: copy.deepcopy(parameter) for name, parameter in model.named_parameters()}
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for turn in range(2):
-            for rank in ranks:
-                (model(draw(4, 3, turn=turn, rank=rank)).square().mean() / len(ranks)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    averages[name].lerp_(parameter, 0.25)
-        return {name: whole_value(average.detach()) for name, average in averages.items()}
-
-    expected = averaged(seeded(Net), [0, 1])
-    for got in on_ranks(2, lambda rank, world: averaged(sharded_copy(seeded(Net), rank, world, **BLOCKS), [rank])):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 def _beside_fsdp2(rank: int, folder: Path) -> None:

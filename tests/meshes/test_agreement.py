@@ -176,7 +176,7 @@ def initialised_on_mesh(rank: int, plan: Plan) -> bool:
         *(
             pytest.param(settings, marks=pytest.mark.nightly)
             for settings in ({"strategy": "shard_grad_op", "split_root": True}, {"strategy": "no_shard"})
-        ),
+        )
     ],
 )
 def test_a_meta_model_begins_as_the_whole_one(settings: dict[str, Any]) -> None:

@@ -71,10 +71,7 @@ def drawn(seed: int) -> Plan:
         settings.append(("strategy", pick.choice(["hybrid_shard", "hybrid_shard_zero2", *joins])))
     else:
         settings.append(("strategy", pick.choice(["full_shard", "shard_grad_op", "zero1"])))
-    more: dict[str, Any] = {
-        "replicate": ("dp_replicate",) if hybrid else (),
-        "microbatches": pick.choice([1, 1, 2]),
-    }
+    more: dict[str, Any] = {"replicate": ("dp_replicate",) if hybrid else (), "microbatches": pick.choice([1, 1, 2])}
     blocks, tied = pick.choice([1, 2, 3]), pick.random() < 0.3
     more |= _steps(random.Random(f"steps {seed}"), settings)
     recomputed = random.Random(f"recomputed {seed}").random() < 0.3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,29 +290,6 @@ def test_torchs_averaged_model_of_a_sharded_one_is_refused_and_says_what_there_i
         square_step(model, 0, rank)
 
     on_ranks(2, on_rank)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "settings"), SETTINGS[:2])
-def test_torchs_averaged_model_that_is_sharded_like_its_model_averages_pieces(
-    world_size: int, settings: dict[str, Any]
-) -> None:
-    _, averaged = reference(world_size, 3, EMA)
-    expected = averaged(draw(4, 3)).detach()
-
-    def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
-        with world.lock:
-            model = copy.deepcopy(seeded(Net))
-            average = AveragedModel(model, **EMA)
-        for each in (model, average.module):
-            polyshard.shard(each, threaded(world, rank, **BLOCKS, **settings))
-        optimizer = sgd(model.parameters())
-        for turn in range(3):
-            train(model, rank, optimizer, range(turn, turn + 1))
-            average.update_parameters(model)
-        return average(draw(4, 3)).detach()
-
-    assert_all_close(on_ranks(world_size, on_rank), expected)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from parity import (
 from polyshard.errors import StateError, UnsupportedError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 #: What is ignored here is trained, and its gradients are averaged by hand or not at all.
 pytestmark = pytest.mark.filterwarnings("ignore:Nothing averages the gradients of")
@@ -54,25 +54,6 @@ def trained(
 
     with warns_for(world_size, settings):
         return on_ranks(world_size, on_rank)
-
-
-def test_there_is_one_parameter_a_unit_and_it_is_this_ranks_shard() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        model = sharded_copy(seeded(Net), rank, world, policy=units_of(Block))
-        flat = polyshard.flat_parameters(model)
-        # Rows of the half of each, rounded up: of the root's (5, 3), (5,), (2, 5) and (2,), a block's (7, 5), (7,) and
-        # (5, 7); each but the last padded to 16 bytes, which are two elements.
-        assert [parameter.numel() for parameter in flat] == [2 * (10 + 4 + 6 + 1), *[2 * (20 + 4 + 21)] * 3]
-        assert all(parameter.placements == (Shard(0),) for parameter in flat)
-        assert all(again is first for again, first in zip(polyshard.flat_parameters(model), flat, strict=True))
-        own = torch.cat([local(parameter).detach().reshape(-1) for parameter in model.parameters()])
-        shared = torch.cat([local(parameter).detach() for parameter in flat])
-        # The padding between and behind parameters is zero.
-        assert own.abs().sum() == shared.abs().sum()
-        local(flat[1].detach()).zero_()
-        assert sum(local(parameter).abs().sum().item() == 0 for parameter in model.blocks[0].parameters()) == 3
-
-    on_ranks(2, on_rank)
 
 
 def test_gradients_of_parameters_are_views_that_cannot_be_exchanged() -> None:

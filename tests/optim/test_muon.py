@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,13 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2_models import OURS, Mlps, as_whole, parallel
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from matrices import Cell, FormulaMuon, Zoo, distance, exact, most_apart, reference_zoo, together, train_zoo, zoo_step
 from parity import Block, MakeOptimizer, chain, draw, fake, local, seeded, units_of
 from polyshard.errors import CollectiveError
 from polyshard.optim import Muon, for_matrices
-from polyshard.optim.plan import owners_of
 from polyshard_backends.fake import FakeCall
 from processes import KeptRanks
 from torch import nn
@@ -160,24 +156,6 @@ def test_ranks_wait_for_one_that_raised_until_the_timeout() -> None:
 # Who orthogonalises what, and what travels for it: balance, rounds, and bytes counted by collectives that record.
 
 
-def loads_of(works: list[int], owners: list[int], count: int) -> list[int]:
-    loads = [0] * count
-    for work, owner in zip(works, owners, strict=True):
-        loads[owner] += work
-    return loads
-
-
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 3))
-def test_the_longest_load_is_near_the_least_possible(works: list[int], count: int) -> None:
-    longest = max(loads_of(works, owners_of(works, count), count))
-    least = min(
-        max(loads_of(works, list(owners), count)) for owners in itertools.product(range(count), repeat=len(works))
-    )
-    assert longest * 3 * count <= least * (4 * count - 1)
-
-
 def wide() -> Any:
     """Matrices of several shapes, some of one row fewer than ranks, some of an odd size."""
     return chain(layers=nn.Sequential(*(Block(16, 40) for _ in range(6))), odd=nn.Linear(16, 63, bias=False))
@@ -226,18 +204,3 @@ def test_an_element_of_a_matrix_travels_to_its_owner_and_back(world_size: int, d
 def test_unsharded_matrices_are_orthogonalised_once_and_gathered() -> None:
     calls, _ = step_of(0, 4, torch.bfloat16, strategy="no_shard")
     assert {call.operation for call in calls} == {"all_gather"}
-
-
-def test_the_record_of_a_step_of_every_kind_of_matrix() -> None:
-    """The same count as above, of matrices of one row, of one column, tied and without a gradient."""
-    sent = 0
-    for rank in range(4):
-        collectives = fake(rank, 4)
-        model = polyshard.shard(seeded(Zoo), polyshard.ShardConfig(collectives=collectives, policy=units_of(Cell)))
-        matrices = for_matrices(model).matrices
-        zoo_step(model, 0, rank)
-        collectives.calls.clear()
-        Muon(matrices).step()
-        sent += sum(call.sent_nbytes for call in collectives.calls)
-        numel = sum(parameter.numel() for parameter in matrices)
-    assert 0 < sent <= 4 * numel

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import polyshard
 import pytest
 import torch
 from matrices import (
@@ -24,7 +23,7 @@ from matrices import (
     whole_parameters,
     zoo_step,
 )
-from parity import MakeOptimizer, draw, is_sharded, on_ranks, seeded, sharded_copy, threaded, train, units_of
+from parity import MakeOptimizer, draw, is_sharded, on_ranks, seeded, sharded_copy, train, units_of
 from polyshard.optim import Muon, for_matrices
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
@@ -64,24 +63,7 @@ def with_a_tensor(model: nn.Module) -> torch.optim.Optimizer:
     return exact(model, lr=torch.tensor(0.02, dtype=torch.float64))
 
 
-class Scheduled:
-    """A learning rate that falls to nearly nothing."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._both = cast("Both", exact(model))
-        self._schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self._both.optimizers[0], TURNS)
-        self.zero_grad = self._both.zero_grad
-
-    def step(self) -> None:
-        self._both.step()
-        self._schedule.step()
-
-
-def scheduled(model: nn.Module) -> torch.optim.Optimizer:
-    return cast("torch.optim.Optimizer", Scheduled(model))
-
-
-@pytest.mark.parametrize("optimizer", [in_groups, without_decay, with_a_tensor, scheduled])
+@pytest.mark.parametrize("optimizer", [in_groups, without_decay, with_a_tensor])
 def test_settings(optimizer: MakeOptimizer) -> None:
     assert most_apart(train_zoo(3, optimizer), reference_zoo(3, optimizer)) < 1e-11
 
@@ -157,16 +139,6 @@ def test_a_model_that_is_not_sharded() -> None:
     assert most_apart(trained_alone(model, cast("torch.optim.Optimizer", both)), reference_zoo(1, exact)) < 1e-11
     assert muon.state[model.wide.weight]["momentum_buffer"].shape == (6, 18)
     assert not muon.keeps_at_owners
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
-def test_a_world_of_one_rank(strategy: str) -> None:
-    model = seeded(Zoo)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*NO_SHARD.*")
-        polyshard.shard(model, threaded(ThreadedWorld(1), 0, strategy=strategy, **BLOCKS))
-    assert most_apart(trained_alone(model, exact(model)), reference_zoo(1, exact)) < 1e-11
 
 
 def growing(model: nn.Module, steps: Callable[[int], Any]) -> None:

@@ -12,21 +12,7 @@ import polyshard
 import pytest
 import torch
 from matrices import FormulaMuon, distance
-from parity import (
-    Block,
-    Net,
-    adam,
-    assert_all_close,
-    draw,
-    local,
-    on_ranks,
-    seeded,
-    sharded_copy,
-    square_step,
-    threaded,
-    units_of,
-    whole,
-)
+from parity import Block, Net, adam, draw, local, on_ranks, seeded, sharded_copy, square_step, threaded, units_of, whole
 from polyshard.errors import ConfigError, UnsupportedError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import KeptRanks
@@ -35,30 +21,6 @@ from torch import nn
 BLOCKS = {"policy": units_of(Block)}
 
 RANKS = KeptRanks()
-
-
-def test_a_group_that_is_added_later_trains() -> None:
-    def train(model: nn.Module, ranks: list[int]) -> None:
-        parameters = list(model.parameters())
-        optimizer = torch.optim.AdamW(parameters[:2], lr=1e-2, weight_decay=0.5)
-        for turn in range(3):
-            if turn == 1:
-                optimizer.add_param_group({"params": parameters[2:], "weight_decay": 0.1})
-            for rank in ranks:
-                (model(draw(4, 3, turn=turn, rank=rank)).square().mean() / len(ranks)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    plain = seeded(Net)
-    train(plain, [0, 1])
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
-        train(model, [rank])
-        return whole(model)
-
-    wanted = {name: p.detach() for name, p in plain.named_parameters()}
-    assert_all_close(on_ranks(2, on_rank), wanted)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])

@@ -196,28 +196,10 @@ def reductions(kinds: str, nbytes: int, limit: int) -> list[str]:
     return ["".join(bucket.members) for bucket in [*issued, *buckets.close()]]
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "launches"),
-    # Merged by eight, in one launch by two, and alone: as many as of units of one kind.
-    [(1024, ["dddddddd", "eeeeeeee"] * 3), (4096, ["dd", "ee"] * 12), (4097, ["d", "e"] * 24)],
-)
-def test_dense_and_expert_units_in_turns_share_buckets(nbytes: int, launches: list[str]) -> None:
-    assert reductions("de" * 24, nbytes, limit=8 * 1024) == launches
-
-
 def test_what_is_left_is_issued_in_the_order_in_which_it_was_opened() -> None:
     assert reductions("edde", 1024, limit=2**20) == ["ee", "dd"]
     # The first bucket is full, and opened anew behind the other.
     assert reductions("eeeede", 1024, limit=4 * 1024) == ["eeee", "d", "e"]
-
-
-def test_a_unit_that_goes_alone_ends_the_bucket_of_its_own_groups_only() -> None:
-    buckets: Buckets[str] = Buckets(4 * 1024)
-    for kind in ("dense", "experts"):
-        assert buckets.put(kind, [kind], 1024, buckets.mode_of(1024, True)) == []
-    large = buckets.put("dense", ["large"], 8192, buckets.mode_of(8192, True))
-    assert [bucket.members for bucket in large] == [["dense"], ["large"]]
-    assert [bucket.members for bucket in buckets.close()] == [["experts"]]
 
 
 def test_no_more_buckets_wait_than_the_limit_says() -> None:
@@ -228,7 +210,3 @@ def test_no_more_buckets_wait_than_the_limit_says() -> None:
     buckets: Buckets[str] = Buckets(2**20)
     due = [[each.members for each in buckets.put(kind, [kind], 1024, ReduceMode.MERGED)] for kind in kinds]
     assert due == [[], [], [], [], [["a"]], [["b"]]]
-
-
-def test_items_of_a_kind_come_together_where_the_first_of_them_is() -> None:
-    assert alike("dEdEEd", map(str.isupper, "dEdEEd")) == [["d", "d", "d"], ["E", "E", "E"]]

@@ -49,26 +49,6 @@ def told(lists: UnitLists) -> tuple[Any, Any, str]:
 ALONE8 = [[rank] for rank in range(8)]
 
 
-@pytest.mark.parametrize("rank", [0, 5])
-def test_groups_by_names(rank: int) -> None:
-    with job(8, rank):
-        mesh = mesh_of(dp=4, tp=2)
-        assert told(unit_lists(mesh, ["dp"])) == ([[0, 2, 4, 6], [1, 3, 5, 7]], ALONE8, "dp")
-        mesh = mesh_of(dp_replicate=2, dp_shard=2, tp=2)
-        lists = unit_lists(mesh, ["dp_shard"], ["dp_replicate"])
-        assert told(lists) == (
-            [[0, 2], [1, 3], [4, 6], [5, 7]],
-            [[0, 4], [1, 5], [2, 6], [3, 7]],
-            "dp_shard and dp_replicate",
-        )
-        assert lists.data_ranks == 4
-        assert told(lists.whole)[:2] == (ALONE8, [[0, 2, 4, 6], [1, 3, 5, 7]])
-        mesh = mesh_of(edp=2, ep=2, tp=2)
-        assert told(unit_lists(mesh, ["ep", "edp"])) == ([[0, 2, 4, 6], [1, 3, 5, 7]], ALONE8, "edp, ep")
-        assert unit_lists(mesh, ["edp"]).shard == [[0, 4], [1, 5], [2, 6], [3, 7]]
-        assert told(unit_lists(mesh_of(dp=1, tp=8), ["dp"])) == (ALONE8, ALONE8, "dp")
-
-
 def test_positions_count_in_the_world_of_the_mesh() -> None:
     with job(12, 10):
         mesh = DeviceMesh("cpu", [[4, 6], [8, 10]], mesh_dim_names=("dp", "tp"))
@@ -194,14 +174,6 @@ def experts_model() -> nn.Module:
     """``0``: plain; ``1``: experts, each a module of two layers."""
     experts = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)])
     return nn.Sequential(nn.Linear(2, 2), experts)
-
-
-def test_units_inside_of_a_module_with_a_mesh_are_over_that_mesh() -> None:
-    model: Any = experts_model()
-    settings = {"mesh": "edp", "gradient_divisor": "group"}
-    chosen = {model[1]: settings, model[1][0]: {"reshard_after_forward": False}, model[1][1]: {"mesh": "dp"}}
-    planned = {each.name: dict(each.overrides) for each in plan_modules(model, chosen)}
-    assert planned == {"": {}, "1.0": {**settings, "reshard_after_forward": False}, "1.1": {"mesh": "dp"}}
 
 
 def test_a_parameter_of_two_meshes_is_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from parity import (
     assert_parity,
     draw,
     on_ranks,
-    root_of,
     seeded,
     sharded_copy,
     square_step,
@@ -27,7 +25,7 @@ from parity import (
 from polyshard.errors import StateError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 BLOCKS = {"policy": units_of(Block)}
 
@@ -48,51 +46,6 @@ def test_gradients_of_parameters_with_a_graph_are_refused_and_the_model_goes_on(
     assert_observed(on_ranks(2, on_rank), train_reference(model, square_step, 2, turns=1))
 
 
-def test_a_cached_computation_on_parameters_outlives_the_unit_s_own_backward() -> None:
-    """The second unit's input does not depend on the first's parameters alone."""
-
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.linspace(-1, 1, 5))
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x * self.weight, self.weight.square()
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(3, 5)
-            self.gate = Gate()
-            self.block = Block()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x, penalty = self.gate(self.first(x))
-            return self.block(x) + penalty
-
-    assert_parity(seeded(Root), settings={"policy": units_of(Block, Gate)})
-
-
-def test_gradients_through_two_sharded_models_in_one_backward() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
-        one = sharded_copy(seeded(Net), rank, world, **BLOCKS)
-        two = sharded_copy(seeded(Block), rank, world)
-        x = draw(4, 3, rank=rank, requires_grad=True)
-        loss = two(torch.cat([one(x), x], dim=1)).square().mean()
-        loss.backward()
-        assert root_of(one).gathered == root_of(two).gathered == ()
-        assert x.grad is not None
-        assert all(p.grad is not None for each in (one, two) for p in each.parameters())
-        return [loss.detach(), x.grad]
-
-    one, two = seeded(Net), seeded(Block)
-    for rank, values in enumerate(on_ranks(2, on_rank)):
-        x = draw(4, 3, rank=rank, requires_grad=True)
-        loss = two(torch.cat([one(x), x], dim=1)).square().mean()
-        loss.backward()
-        torch.testing.assert_close(values, [loss.detach(), x.grad], rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_autocast_around_forward_computes_in_bfloat16_with_float32_shards(strategy: str) -> None:
     def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
@@ -108,22 +61,6 @@ def test_autocast_around_forward_computes_in_bfloat16_with_float32_shards(strate
 
     # Ranks add float32 gradients in another order than the reference: a few units in the last place.
     assert_parity(seeded(Net).float(), step, world_size=2, settings={**BLOCKS, "strategy": strategy}, tolerance=1e-6)
-
-
-def test_selective_checkpointing() -> None:
-    def keeps_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        matmuls = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return CheckpointPolicy.MUST_SAVE if operator in matmuls else CheckpointPolicy.PREFER_RECOMPUTE
-
-    class Selective(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            contexts = partial(create_selective_checkpoint_contexts, keeps_products)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-            return self.last(x)
-
-    assert_parity(seeded(Selective), world_size=2, settings=BLOCKS)
 
 
 # Ranks of which one uses less of a forward than the others.

@@ -87,20 +87,6 @@ def test_a_forward_that_computes_its_own_gradients(make: type[nn.Module], policy
     assert_parity(seeded(make), call, 2, turns=2, settings={"policy": policy, "strategy": strategy})
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_method_that_makes_a_step(world_size: int) -> None:
-    def wrap(model: nn.Module, config: polyshard.ShardConfig) -> nn.Module:
-        polyshard.shard(model, config)
-        polyshard.register_forward_method(model, "training_step")
-        return model
-
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        loss: torch.Tensor = model.training_step(draw(4, 3, turn=turn, rank=rank))
-        return [loss]
-
-    assert_parity(seeded(OwnAlone), step, world_size, settings={"policy": BLOCKS}, wrap=wrap)
-
-
 class Judged(Net):
     """Its forward trains another model on what it makes, and asks a frozen one."""
 

@@ -8,11 +8,12 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, fake, on_ranks, root_of, seeded, sharded_copy, square_step, units_of
-from polyshard.interfaces import Observer, PluginContext, UnitEvent, UnitOperation, UnitSpec, Work
+from parity import Block, Net, draw, fake, on_ranks, seeded, sharded_copy, square_step, units_of
+from polyshard.interfaces import Work
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from unit_log import Log, listed
 
 BLOCKS = {"policy": units_of(Block)}
 #: A gather each for up.weight, up.bias and down.weight; the root has those of its first and last layer.
@@ -46,14 +47,6 @@ def batches_of_a_step(blocks: int, **settings: Any) -> tuple[list[int], list[int
     return [each // OF_A_BLOCK for each in forward], [each // OF_A_BLOCK for each in collectives.batches], gathers
 
 
-def test_twenty_four_small_blocks_are_gathered_by_six_communications() -> None:
-    # 24 blocks in forward and in backward, the root once.
-    gathers = 48 * OF_A_BLOCK + OF_THE_ROOT
-    assert batches_of_a_step(24, batch_nbytes=pairs(4, 4)) == ([4] * 6, [4] * 6, gathers)
-    # There are at most 16 in one.
-    assert batches_of_a_step(24, batch_nbytes="16 MiB") == ([16, 8], [16, 8], gathers)
-
-
 @pytest.mark.slow
 def test_the_report_says_how_many_launches_there_are_and_why() -> None:
     for settings, before, after in (
@@ -69,19 +62,20 @@ def test_the_report_says_how_many_launches_there_are_and_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch_nbytes", "batches"),
+    ("blocks", "batch_nbytes", "batches"),
     [
-        (0, [1] * 7),
-        (block_nbytes(4), [1] * 7),
-        (pairs(2, 4), [2, 2, 2, 1]),
-        (pairs(3, 4), [3, 3, 1]),
-        (pairs(4, 4), [4, 3]),
-        ("16 MiB", [7]),
+        (7, 0, [1] * 7),
+        (7, block_nbytes(4), [1] * 7),
+        (7, pairs(2, 4), [2, 2, 2, 1]),
+        (7, pairs(3, 4), [3, 3, 1]),
+        (7, pairs(4, 4), [4, 3]),
+        # There are at most 16 in one.
+        (24, "16 MiB", [16, 8]),
     ],
 )
-def test_a_batch_holds_as_many_units_as_fit(batch_nbytes: int | str, batches: list[int]) -> None:
-    gathers = 14 * OF_A_BLOCK + OF_THE_ROOT
-    assert batches_of_a_step(7, batch_nbytes=batch_nbytes) == (batches, batches, gathers)
+def test_a_batch_holds_as_many_units_as_fit(blocks: int, batch_nbytes: int | str, batches: list[int]) -> None:
+    gathers = 2 * blocks * OF_A_BLOCK + OF_THE_ROOT
+    assert batches_of_a_step(blocks, batch_nbytes=batch_nbytes) == (batches, batches, gathers)
 
 
 def test_nothing_is_batched_that_is_not_prefetched() -> None:
@@ -113,51 +107,8 @@ def test_by_default_small_units_travel_together_and_large_ones_do_not() -> None:
     assert list(collectives.batches) == [4, 3]
 
 
-class Log:
-    """Writes down what units do, and counts what is gathered."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.nbytes: dict[str, int] = {}
-        self.gathered: set[str] = set()
-        self.peak = 0
-
-    @polyshard.hookimpl
-    def after_shard(self, model: nn.Module) -> None:
-        self.nbytes = {unit.spec.name: unit.gathered.nbytes for unit in root_of(model).units}
-
-    @polyshard.hookimpl
-    def make_observer(self, unit: UnitSpec) -> Observer:
-        return self.observe
-
-    def observe(self, event: UnitEvent) -> None:
-        unit = event.unit
-        match event.operation, event.begins:
-            case UnitOperation.GATHER, True:
-                self.gathered.add(unit.name)
-                self.peak = max(self.peak, sum(self.nbytes[name] for name in self.gathered))
-                self._note("unshard", unit)
-            case UnitOperation.GATHER, False:
-                assert unit.name in self.gathered
-                self._note("unsharded", unit)
-            case UnitOperation.COMPUTE, True:
-                self._note("backward" if event.backward else "forward", unit)
-            case UnitOperation.REDUCE, True:
-                self._note("reduce", unit)
-            case UnitOperation.RELEASE, _:
-                self.gathered.remove(unit.name)
-                self._note("reshard", unit)
-
-    def take(self) -> list[str]:
-        events, self.events = self.events, []
-        return events
-
-    def _note(self, event: str, unit: UnitSpec) -> None:
-        self.events.append(f"{event} {unit.name.removeprefix('blocks.') or 'root'}")
-
-
 def watched(rank: int, world: ThreadedWorld, blocks: int, **settings: Any) -> tuple[nn.Module, Log]:
-    log = Log()
+    log = Log(batched=True)
     model = sharded_copy(seeded(lambda: Net(blocks)), rank, world, listeners=[log], **BLOCKS, **settings)
     return model, log
 
@@ -175,10 +126,6 @@ BACKWARD = """
     unsharded 0, backward 0, reshard 0,
     reshard root, reduce 0, reduce root
 """
-
-
-def listed(text: str) -> list[str]:
-    return [event.strip() for event in text.split(",")]
 
 
 def test_a_batch_is_issued_when_the_one_before_is_entered_and_arrives_as_one() -> None:
@@ -212,31 +159,6 @@ def test_no_more_is_gathered_at_once_than_the_report_says(ahead: int, together: 
     on_ranks(2, on_rank)
 
 
-def test_units_of_a_batch_are_cast_on_their_way() -> None:
-    """Compute in bf16: what a block sees is its fp32 parameter, rounded once."""
-    plain = seeded(lambda: Net(6)).float()
-    wanted = {name: value.detach().bfloat16() for name, value in plain.named_parameters()}
-
-    def on_rank(rank: int, world: ThreadedWorld) -> int:
-        mine = sharded_copy(plain, rank, world, **BLOCKS, batch_nbytes=block_nbytes(), precision="bf16")
-        seen: list[str] = []
-
-        def check(name: str, block: nn.Module) -> None:
-            for each in ("up.weight", "up.bias", "down.weight"):
-                inner, attribute = each.split(".")
-                assert torch.equal(getattr(getattr(block, inner), attribute).detach(), wanted[f"{name}.{each}"])
-            seen.append(name)
-
-        for index, block in enumerate(mine.blocks):
-            block.up.register_forward_pre_hook(lambda *_, name=f"blocks.{index}", block=block: check(name, block))
-        with torch.no_grad():
-            for _ in range(3):
-                mine(draw(4, 3, rank=rank).float())
-        return len(seen)
-
-    assert on_ranks(3, on_rank) == [18] * 3
-
-
 class SlowLink(FakeCollectives):
     """Gathers that take time on a clock of their own, one after the other. ``now`` is where the program stands."""
 
@@ -259,27 +181,3 @@ class Arrival:
 
     def wait(self) -> None:
         self.link.now = max(self.link.now, self.at)
-
-
-@pytest.mark.parametrize("together", [1, 2, 5, 16])
-def test_compute_waits_for_the_first_batch_of_a_pass_and_for_none_behind_it(together: int) -> None:
-    link = SlowLink(PluginContext("fake", torch.device("cpu")), 0, 4)
-
-    def compute(*_: Any) -> None:
-        link.now += 1
-
-    model = seeded(lambda: Net(24))
-    for block in model.get_submodule("blocks").children():
-        block.register_forward_hook(compute)
-        block.register_full_backward_hook(compute)
-    polyshard.shard(model, polyshard.ShardConfig(collectives=link, batch_nbytes=pairs(together, 4), **BLOCKS))
-    for turn in range(3):
-        begin = link.now = link.free
-        loss = model(draw(4, 3)).square().mean()
-        between = link.now
-        loss.backward()
-        # In forward, the root's gathers are waited for as well. The others take less than their blocks compute.
-        if turn:
-            batch = together * OF_A_BLOCK * link.each
-            assert between - begin == 24 + OF_THE_ROOT * link.each + batch
-            assert link.now - between == 24 + batch

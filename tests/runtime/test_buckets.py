@@ -190,30 +190,6 @@ def after_turn_2(model: nn.Module) -> list[dict[str, torch.Tensor]]:
     return [gradients(twin) for twin in twins]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("blocks", [3, 4], ids=["grouped", "merged"])
-def test_gradients_of_a_bucket_add_up_over_backwards_and_go_one_by_one(blocks: int) -> None:
-    """Two backwards without zero_grad, after which the gradients of every other block are dropped, and a third one."""
-    model = seeded(lambda: Net(8))
-
-    def third_gradients(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
-        for turn in range(3):
-            if turn == 2:
-                for index, block in enumerate(model.get_submodule("blocks").children()):
-                    if index % 2:
-                        for parameter in block.parameters():
-                            parameter.grad = None
-            square_step(model, turn, rank)
-        return gradients(model)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = sharded_copy(model, rank, world, **BLOCKS, batch_nbytes=blocks * BLOCK_NBYTES)
-        return third_gradients(mine, rank)
-
-    wanted = [third_gradients(seeded(lambda: Net(8)), rank) for rank in range(2)]
-    assert_mean_gradients(on_ranks(2, on_rank), wanted)
-
-
 @pytest.mark.parametrize("limit", [3 * BLOCK_NBYTES, "16 MiB"], ids=["grouped", "merged"])
 @pytest.mark.parametrize("issued", [False, True], ids=["at once", "at its end"])
 def test_after_a_reduction_that_failed_training_goes_on(

@@ -140,22 +140,6 @@ def test_a_capture_that_fails_is_an_error_on_every_rank_and_trains_nothing() -> 
         torch.testing.assert_close(parameters, reference(2).parameters, rtol=1e-12, atol=1e-12)
 
 
-def test_the_order_of_keywords_does_not_matter() -> None:
-    seen = []
-    model = alone()
-    optimizer = momentum(model)
-
-    def train_step(*, a: torch.Tensor, b: torch.Tensor) -> None:
-        seen.append((a.tolist(), b.tolist()))
-        stepping(model, optimizer)(draw(4, 3))
-
-    step = Rerunning(model, optimizer, train_step, warmup=2)
-    for _ in range(3):
-        step(a=torch.tensor(1), b=torch.tensor(2))
-    step(b=torch.tensor(4), a=torch.tensor(3))
-    assert seen[-1] == (3, 4)
-
-
 def test_with_the_fallback_a_batch_of_another_shape_runs_eagerly_and_the_next_replays() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[dict[str, torch.Tensor], list[str | None]]:
         model = on_thread(seeded(Net), rank, world)

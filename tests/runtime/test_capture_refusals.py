@@ -92,10 +92,7 @@ class Scheduled(torch.optim.SGD):
 
 @pytest.mark.parametrize(
     ("make", "words"),
-    [
-        (Counting, "The state 'step' of Counting is kept on the host"),
-        (Scheduled, "train_step sets learning rates"),
-    ],
+    [(Counting, "The state 'step' of Counting is kept on the host"), (Scheduled, "train_step sets learning rates")],
 )
 def test_optimizers_that_a_graph_would_leave_behind_are_refused(make: Any, words: str) -> None:
     model = alone()

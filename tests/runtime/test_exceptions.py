@@ -140,10 +140,7 @@ def test_after_a_gather_that_could_not_be_issued_no_memory_stays(
     monkeypatch.setattr(FakeCollectives, "all_gather_many", Collectives.all_gather_many)
     monkeypatch.setattr("polyshard.interfaces.collectives.PACKED_NBYTES", 0)
     config = polyshard.ShardConfig(
-        collectives={"name": "fake", "world_size": 2},
-        policy=units_of(Block),
-        strategy=strategy,
-        batch_nbytes=together,
+        collectives={"name": "fake", "world_size": 2}, policy=units_of(Block), strategy=strategy, batch_nbytes=together
     )
     model = polyshard.shard(Net(), config)
     for _ in range(2):

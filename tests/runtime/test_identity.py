@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -65,32 +64,6 @@ def test_parameters_have_the_same_names_and_attributes_and_stay_the_same_objects
 
     with warns_for(world_size):
         on_ranks(world_size, on_rank)
-
-
-def test_a_forward_sees_whole_parameters_under_their_names() -> None:
-    class Looks(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.seen = {name: (tuple(p.shape), p.requires_grad) for name, p in self.named_parameters()}
-            for module in self.blocks:
-                module.register_forward_pre_hook(
-                    lambda module, args: self.in_block.update({n: tuple(p.shape) for n, p in module.named_parameters()})
-                )
-            self.in_block: dict[str, tuple[int, ...]] = {}
-            return super().forward(x)
-
-    model = seeded(Looks)
-    own = {name: tuple(p.shape) for name, p in model.named_parameters() if not name.startswith("blocks")}
-    block = {name: tuple(p.shape) for name, p in model.blocks[0].named_parameters()}
-
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        mine = sharded_copy(model, rank, world, **BLOCKS)
-        mine(draw(2, 3))
-        assert list(mine.seen) == [name for name, _ in model.named_parameters()]
-        assert {name: shape for name, (shape, _) in mine.seen.items() if name in own} == own
-        assert all(trained for _, trained in mine.seen.values())
-        assert mine.in_block == block
-
-    on_ranks(3, on_rank)
 
 
 def change_object(model: nn.Module) -> None:
@@ -278,21 +251,6 @@ def test_requires_grad_as_it_is_at_the_backward_counts() -> None:
         return [loss.detach()]
 
     assert_parity(seeded(Net), step, settings=BLOCKS)
-
-
-def test_a_model_copied_or_pickled_before_sharding_is_another_model() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        with world.lock:
-            source = seeded(Net)
-            first = copy.deepcopy(source)
-            second = pickle.loads(pickle.dumps(source))
-        polyshard.shard(first, threaded(world, rank, **BLOCKS))
-        polyshard.shard(second, threaded(world, rank, **BLOCKS))
-        assert all(isinstance(each, DTensor) for each in (*first.parameters(), *second.parameters()))
-        torch.testing.assert_close(first(draw(4, 3)), second(draw(4, 3)), rtol=0, atol=0)
-        torch.testing.assert_close(first(draw(4, 3)), source(draw(4, 3)), rtol=1e-12, atol=1e-12)
-
-    on_ranks(2, on_rank)
 
 
 def test_a_sharded_model_is_cast_as_a_plain_one() -> None:

@@ -15,14 +15,12 @@ from parity import (
     adam,
     draw,
     fake,
-    local,
     on_ranks,
     root_of,
     seeded,
     sgd,
     sharded_copy,
     square_step,
-    threaded,
     train_reference,
     units_of,
 )
@@ -110,15 +108,6 @@ def test_a_kept_unit_is_gathered_once_a_step_instead_of_twice(
     assert kept(model) == names
     model(draw(4, 3)).square().mean()
     assert root_of(model).gathered == names
-
-
-def test_the_unit_where_forward_turns_is_kept_beside_those_that_fit() -> None:
-    model, collectives = nn.Sequential(*(seeded(lambda: Block(3, 4)) for _ in range(4))), fake()
-    config = polyshard.ShardConfig(collectives=collectives, **BLOCKS)
-    with_room(lambda model: sizes(model)[1] + sizes(model)[2])(model, config)
-    # Its backward follows its forward at once, as the second forward knows; the two before it fit.
-    assert gathers_by_step(model, collectives, 4, adam(model)) == [8 * BLOCK, 7 * BLOCK, 5 * BLOCK, 5 * BLOCK]
-    assert kept(model) == ("1", "2", "3")
 
 
 @pytest.mark.slow
@@ -220,35 +209,6 @@ def test_without_any_step_the_decision_falls_in_the_end() -> None:
         assert root_of(model).budget_pending
         square_step(model, turn, 0)
     assert kept(model) == EVERYTHING
-
-
-def test_ranks_that_hold_no_element_follow_the_others() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> list[int]:
-        model = seeded(lambda: nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(3))))
-        config = threaded(world, rank, policy=units_of(nn.Linear), reshard_after_forward="auto", memory_budget=HUGE)
-        polyshard.shard(model, config)
-        optimizer = sgd(model)
-        for turn in range(3):
-            model(draw(4, 1, turn=turn, rank=rank)).square().mean().backward()
-            optimizer.step()
-        return [sum(local(parameter).numel() for parameter in model.parameters()), len(kept(model))]
-
-    assert on_ranks(3, on_rank) == [[3, 3], [0, 3], [0, 3]]
-
-
-def test_the_order_is_the_forwards_not_the_modules() -> None:
-    class Backwards(Net):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            for block in reversed(list(self.blocks)):
-                x = block(x)
-            return self.last(x)
-
-    model = seeded(Backwards)
-    config = polyshard.ShardConfig(collectives=fake(), **BLOCKS)
-    with_room(lambda model: sum(sizes(model)[:2]))(model, config)
-    gathers_by_step(model, fake(), 3, adam(model))
-    assert kept(model) == ("(root)", "blocks.0", "blocks.1")
 
 
 def test_units_that_the_policy_decided_are_left_as_they_are() -> None:

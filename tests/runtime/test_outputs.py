@@ -13,7 +13,6 @@ import torch
 from parity import (
     Block,
     Net,
-    Words,
     assert_parity,
     draw,
     local,
@@ -93,13 +92,6 @@ class Returns(nn.Module):
         return self.structure(hidden, self.last(logits))
 
 
-class Plain:
-    """An output that is none of Python's own containers."""
-
-    def __init__(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        self.hidden, self.logits = hidden, logits
-
-
 class Slotted:
     __slots__ = ("hidden", "logits")
 
@@ -120,27 +112,6 @@ def late(hidden: torch.Tensor, logits: torch.Tensor) -> Late:
     record = Late(logits)
     record.hidden = hidden
     return record
-
-
-class Link:
-    def __init__(self, value: torch.Tensor | None, following: Link | None) -> None:
-        self.value, self.following = value, following
-
-
-def linked(hidden: torch.Tensor, logits: torch.Tensor) -> Link:
-    node = Link(logits, None)
-    for _ in range(2_000):
-        node = Link(None, node)
-    return Link(hidden, node)
-
-
-def ends_of(node: Link) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden = node.value
-    while node.following is not None:
-        node = node.following
-    assert hidden is not None
-    assert node.value is not None
-    return hidden, node.value
 
 
 def deep(hidden: torch.Tensor, logits: torch.Tensor) -> Any:
@@ -206,11 +177,9 @@ STRUCTURES: dict[str, tuple[Structure, Read]] = {
         lambda h, o: Record(o.t(), h.view(-1, 1)),
         lambda out: (out.hidden.view(-1, 5), out.logits.t()),
     ),
-    "object": (Plain, by_name),
     "object with slots": (Slotted, by_name),
     "namespace": (lambda h, o: SimpleNamespace(hidden=h, logits=o), by_name),
     "unset field": (late, by_name),
-    "linked": (linked, ends_of),
     "deep": (deep, bottom_of),
     "cyclic": (round_trip, around),
     "tensor twice": again(lambda x: x),
@@ -239,18 +208,6 @@ def test_outputs_of_any_structure(name: str, used: str, prefetch: int) -> None:
 
     settings = {"policy": units_of(Returns.Inner), "backward_prefetch": prefetch}
     assert_parity(seeded(lambda: Returns(structure, read)), stepping(loss_of), world_size=2, settings=settings)
-
-
-def test_an_input_by_keyword_gets_its_gradient() -> None:
-    def step(model: nn.Module, turn: int, rank: int) -> list[torch.Tensor]:
-        tokens = (draw(2, 4, turn=turn, rank=rank) * 100).long() % 11
-        scale = draw(5, turn=turn, rank=rank, requires_grad=True)
-        loss = model(tokens, scale=scale).square().mean()
-        loss.backward()
-        assert scale.grad is not None
-        return [loss.detach(), scale.grad]
-
-    assert_parity(seeded(Words), step, settings=BLOCKS)
 
 
 def test_nested_inputs_all_get_their_gradients() -> None:

@@ -13,7 +13,6 @@ import torch
 from parity import (
     Block,
     Net,
-    adam,
     assert_all_close,
     assert_observed,
     assert_parity,
@@ -320,20 +319,6 @@ def test_what_another_call_shards_looks_after_itself() -> None:
         assert seen == pytest.approx([turn[rank][0].item() for turn in reference.observed], rel=1e-12)
 
 
-def test_a_single_rank_trains_what_came() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> float:
-        model: Any = sharded_copy(seeded(Net), rank, world, **BLOCKS, strategy="no_shard")
-        model.last = seeded(lambda: nn.Linear(5, 2), seed=4)
-        square_step(model, 0, rank)
-        assert model.last.weight.grad is not None
-        return float(model.last.weight.grad.sum())
-
-    plain: Any = seeded(Net)
-    plain.last = seeded(lambda: nn.Linear(5, 2), seed=4)
-    square_step(plain, 0, 0)
-    assert on_ranks(1, on_rank) == [pytest.approx(float(plain.last.weight.grad.sum()), rel=1e-12)]
-
-
 def tie_whole(model: Any) -> None:
     with polyshard.unsharded(model, writeback=True):
         tie(model)
@@ -473,36 +458,3 @@ def test_a_parametrization_that_sets_other_values_is_refused_inside_of_a_forward
         return square_step(mine, 0, rank)
 
     assert_observed(on_ranks(2, on_rank), train_reference(model, square_step, 2, turns=1))
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 100).view(4, 5, 5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("bi,eij->bj", x, self.weight)
-
-
-class ExpertBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(5, 5), Experts()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.gate(x)) * self.experts(x)
-
-
-@pytest.mark.slow
-def test_low_rank_adapters_of_fused_experts() -> None:
-    """PEFT's ``target_parameters``: its layers parametrize the experts' weight for the length of each forward."""
-    import peft
-
-    def make() -> nn.Module:
-        net = nn.Sequential(nn.Linear(3, 5), ExpertBlock(), ExpertBlock(), nn.Linear(5, 2))
-        settings = peft.LoraConfig(r=2, target_modules=[], target_parameters=["experts.weight"])
-        adapted: nn.Module = peft.get_peft_model(net, settings)  # type: ignore[arg-type]
-        return adapted
-
-    settings = {"policy": units_of(ExpertBlock)}
-    assert_parity(seeded(make), settings=settings, world_size=2, turns=3, optimizer=adam)

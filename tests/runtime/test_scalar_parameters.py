@@ -15,12 +15,10 @@ import polyshard_huggingface
 import pytest
 import torch
 from parity import draw, on_ranks, seeded, sharded_copy, threaded, units_of, whole
-from polyshard.errors import PolyshardError
 from polyshard_backends.threaded import ThreadedWorld
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict as torch_state_dict
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 T = TypeVar("T")
 
@@ -96,8 +94,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, turns: range) -> N
 def on_each(world_size: int, settings: dict[str, Any], function: Callable[[nn.Module, int], T]) -> list[T]:
     """``function(model, rank)`` on the ranks of a world, of a sharded ``Clip``."""
     return on_ranks(
-        world_size,
-        lambda rank, world: function(sharded_copy(seeded(Clip), rank, world, **{**UNITS, **settings}), rank),
+        world_size, lambda rank, world: function(sharded_copy(seeded(Clip), rank, world, **{**UNITS, **settings}), rank)
     )
 
 
@@ -147,27 +144,6 @@ def test_it_is_made_from_the_meta_device() -> None:
         )
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "int8", "fp8"])
-def test_casters_serve_it(precision: str) -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        plain = Clip()
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        model = sharded_copy(plain, rank, world, precision=precision, **UNITS)
-        for _ in range(2):
-            model(draw(4, 3).float()).square().mean().backward()
-        gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.named_parameters()}
-        return {name: each.full_tensor() for name, each in gradients.items()}
-
-    for _ in range(2):
-        plain(draw(4, 3).float()).square().mean().backward()
-    for gradients in on_ranks(2, on_rank):
-        for name in ("first.scale", "second.scale", "temperature.value", "logit_scale"):
-            wanted: Any = plain.get_parameter(name).grad
-            assert gradients[name].item() == pytest.approx(wanted.item(), rel=0.1)
-
-
 def test_files_of_hugging_face(tmp_path: Path) -> None:
     plain = seeded(Clip)
 
@@ -186,33 +162,3 @@ def test_files_of_hugging_face(tmp_path: Path) -> None:
     torch.testing.assert_close(load_file(tmp_path / "model.safetensors"), dict(plain.state_dict()), rtol=0, atol=0)
     for got in on_ranks(3, on_rank):
         same(got, plain)
-
-
-def test_averages_and_muon_beside_it() -> None:
-    plain = seeded(Clip)
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    average = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    for turn in range(3):
-        train(plain, reference, range(turn, turn + 1))
-        average.update_parameters(plain)
-
-    def averaged(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        mine = polyshard.optim.AveragedWeights(model, 0.5)
-        for turn in range(3):
-            train(model, optimizer, range(turn, turn + 1))
-            mine.update()
-        with mine.applied():
-            return whole(model)
-
-    for got in on_each(3, {}, averaged):
-        same(got, average.module)
-
-    def refused(model: nn.Module, rank: int) -> str:
-        model(draw(4, 3)).square().mean().backward()
-        with pytest.raises(PolyshardError) as caught:
-            polyshard.optim.Muon(model.parameters()).step()
-        return str(caught.value)
-
-    for message in on_each(2, {}, refused):
-        assert "a parameter with size: ()" in message

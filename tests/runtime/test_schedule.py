@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, cast
 
 import polyshard
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from parity import Block, Net, adam, assert_parity, draw, fake, root_of, seeded, square_step, units_of
-from polyshard.runtime.order import ExecutionOrder
 from torch import nn
 
 BLOCKS = {"policy": units_of(Block)}
@@ -155,50 +151,6 @@ def test_the_last_unit_is_released_where_no_backward_follows() -> None:
         with torch.no_grad():
             model(torch.ones(2, 8))
         assert root_of(model).gathered == ()
-
-
-@dataclass(frozen=True)
-class Sized:
-    """A stage, as far as a schedule looks at it."""
-
-    index: int
-    launch_nbytes: int = 1
-    is_split: bool = False
-
-
-STAGES = [Sized(0, launch_nbytes=0), *(Sized(index) for index in range(1, 6))]
-
-
-def walk(execution_order: ExecutionOrder[Sized], route: Sequence[int]) -> list[list[int]]:
-    """What is asked for as each stage of ``route`` is entered, in one forward."""
-    execution_order.begin_forward()
-    asked = []
-    for index in route:
-        asked.append([stage.index for batch in execution_order.enter(STAGES[index]) for stage in batch])
-    execution_order.end_forward()
-    assert [stage.index for stage in execution_order.order] == list(route)
-    return asked
-
-
-ROUTES = st.lists(st.integers(1, 5), max_size=6).map(lambda indices: (0, *indices))
-WALKS = st.lists(ROUTES, min_size=1, max_size=4, unique=True).flatmap(
-    lambda routes: st.lists(st.sampled_from(routes), min_size=1, max_size=12)
-)
-
-
-@pytest.mark.slow
-@given(WALKS, st.integers(0, 3))
-def test_what_is_asked_for_is_what_a_recorded_order_says(routes: list[tuple[int, ...]], ahead: int) -> None:
-    execution_order: ExecutionOrder[Sized] = ExecutionOrder(ahead, 1)
-    recorded: set[tuple[int, ...]] = set()
-    for route in routes:
-        for position, asked in enumerate(walk(execution_order, route)):
-            entered = route[: position + 1]
-            fitting = [each for each in recorded if each[: position + 1] == entered]
-            answers = [list(each[position + 1 : position + 1 + ahead]) for each in fitting]
-            # Of no more orders than are kept, one that fits is always found; and nothing else is ever asked for.
-            assert asked in answers if answers else asked == []
-        recorded.add(route)
 
 
 class Wanders(Net):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import queue
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable
 from contextvars import ContextVar
-from types import SimpleNamespace
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import polyshard
 import pytest
@@ -41,8 +38,6 @@ from torch import nn
 class Keeping(Block):
     """Computes a loss of its own behind its output, as routers of mixtures do, and lets ``leave`` take it out."""
 
-    kept: ClassVar[dict[int, torch.Tensor]] = {}
-
     def __init__(self) -> None:
         super().__init__()
         self.probe = nn.Linear(5, 5)
@@ -63,16 +58,6 @@ class Keeping(Block):
 Way = Callable[[], tuple[Callable[..., Any], Callable[["Root"], list[torch.Tensor]]]]
 
 
-def into(make: Callable[[], Any], put: Callable[..., Any], read: Callable[[Any], Any] = list) -> Way:
-    """A way through one object, which ``put`` puts the loss of a block into."""
-
-    def way() -> Any:
-        there = make()
-        return (lambda block, y, loss: (put(there, block, loss), y)[1]), lambda _: list(read(there))
-
-    return way
-
-
 def through(take: Callable[[Keeping, torch.Tensor, torch.Tensor], Any], find: Callable[[Keeping], Any]) -> Way:
     """A way through each block itself."""
     return lambda: (
@@ -91,16 +76,9 @@ def by_attribute_of_the_tensor() -> Any:
     return leave, lambda root: [y.loss for y in root.outputs]
 
 
-def by_generator() -> Any:
+def by_list() -> Any:
     found: list[torch.Tensor] = []
-
-    def collect() -> Iterator[None]:
-        while True:
-            found.append((yield))
-
-    collecting: Any = collect()
-    next(collecting)
-    return (lambda block, y, loss: (collecting.send(loss), y)[1]), lambda root: found
+    return (lambda block, y, loss: (found.append(loss), y)[1]), lambda root: found
 
 
 def by_context_variable() -> Any:
@@ -113,34 +91,16 @@ def by_context_variable() -> Any:
     return leave, lambda root: list(variable.get())
 
 
-def by_queue() -> Any:
-    waiting: queue.Queue[torch.Tensor] = queue.Queue()
-    return (lambda block, y, loss: (waiting.put(loss), y)[1]), lambda root: [waiting.get() for _ in root.blocks]
-
-
 def by_returned_function() -> Any:
     return (lambda block, y, loss: (y, lambda: loss)), lambda root: [call() for call in root.calls]
 
 
 WAYS: dict[str, Way] = {
     "an attribute": through(lambda block, y, loss: setattr(block, "balance", loss), lambda block: block.balance),
-    "a list in an attribute": through(lambda b, y, loss: setattr(b, "losses", [loss]), lambda b: b.losses[0]),
     "a hook of the user's inside": through(lambda block, y, loss: None, lambda block: block.seen),
-    "an attribute of the class": through(
-        lambda block, y, loss: block.kept.update({id(block): loss}), lambda block: block.kept.pop(id(block))
-    ),
-    "a list": into(list, lambda there, block, loss: there.append(loss)),
-    "a deque": into(deque, lambda there, block, loss: there.append(loss)),
-    "an object": into(
-        lambda: SimpleNamespace(losses=[]), lambda there, block, loss: there.losses.append(loss), lambda it: it.losses
-    ),
-    "a dict by weak keys": into(
-        WeakKeyDictionary, lambda there, block, loss: there.update({block: loss}), lambda there: there.values()
-    ),
+    "a list": by_list,
     "an attribute of the tensor": by_attribute_of_the_tensor,
-    "a generator": by_generator,
     "a context variable": by_context_variable,
-    "a queue": by_queue,
     "a function that is returned": by_returned_function,
 }
 

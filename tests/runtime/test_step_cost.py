@@ -20,8 +20,6 @@ import polyshard_policies
 import pytest
 import torch
 from polyshard import ShardConfig
-from polyshard.inspect import outermost_model
-from polyshard_backends.fake import FakeCollectives
 from torch import nn
 
 #: Where code of polyshard lies: a clone's own folder, with torch in its .venv, may be called so too.
@@ -80,22 +78,3 @@ def test_calls_of_a_unit(settings: dict[str, Any], forward: int, backward: int) 
     found = [(after - before) / 16 for before, after in zip(small, large, strict=True)]
     assert found[0] <= forward, "a change lets each unit cost the host more in forward"
     assert found[1] <= backward, "a change lets each unit cost the host more in backward"
-
-
-def test_what_a_step_exchanges() -> None:
-    depth = 6
-    model = chain(depth, batch_nbytes=0)
-    collectives = outermost_model(model, "test").collectives
-    assert isinstance(collectives, FakeCollectives)
-    batch = torch.ones(2, WIDTH, requires_grad=True)
-    for _ in range(3):
-        collectives.calls.clear()
-        model(batch).sum().backward()
-    sent = [(call.operation, call.sent) for call in collectives.calls]
-    # This rank's quarter is not sent to itself.
-    weight, bias = WIDTH * WIDTH * (WORLD - 1) // WORLD, WIDTH * (WORLD - 1) // WORLD
-    # A gather brings each into memory of its own. The last unit, whose backward follows at once, stays gathered.
-    assert sent.count(("all_gather", weight)) == sent.count(("all_gather", bias)) == 2 * depth - 1
-    # A reduction of so few bytes has both side by side, and 128 elements a rank at least.
-    assert sent.count(("reduce_scatter", 128 * (WORLD - 1))) == depth
-    assert len(sent) == 5 * depth - 2

@@ -16,7 +16,6 @@ from parity import (
     adam,
     draw,
     fake,
-    local,
     on_ranks,
     one_by_one,
     root_of,
@@ -38,21 +37,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 BLOCKS = {"policy": units_of(Block)}
 
 
-class Slivers(nn.Module):
-    """Parameters of 1, 2 and 3 elements: with four ranks, most hold nothing of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([0.7]))
-        self.shift = nn.Linear(1, 1)
-        self.last = nn.Linear(3, 2)
-        self.none = nn.Parameter(torch.empty(0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.shift((x * self.scale).unsqueeze(-1)).squeeze(-1)
-        return self.last(x) + self.none.sum()
-
-
 def full(tensor: Any) -> torch.Tensor:
     """The whole of a ``DTensor``; every rank calls it."""
     whole: torch.Tensor = tensor.full_tensor()
@@ -70,50 +54,7 @@ def assert_wholes(ranks: list[dict[str, torch.Tensor]], expected: dict[str, torc
 # Shards without elements.
 
 
-def test_ranks_without_a_part_see_whole_shapes_and_gradients_without_rows() -> None:
-    model = seeded(Slivers)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, tuple[int, ...]]:
-        mine = sharded_copy(model, rank, world, policy=units_of(nn.Linear))
-        square_step(mine, 0, rank)
-        assert {name: tuple(p.shape) for name, p in mine.named_parameters()} == shapes
-        # Where one rank has no gradient none has: functions of torch for gradients talk to all of them.
-        assert all(p.grad is not None and local(p.grad).shape == local(p).shape for p in mine.parameters())
-        return {name: tuple(local(p).shape) for name, p in mine.named_parameters()}
-
-    parts = on_ranks(4, on_rank)
-    assert [each["scale"] for each in parts] == [(1,), (0,), (0,), (0,)]
-    assert [each["none"] for each in parts] == [(0,)] * 4
-    assert [each["last.weight"] for each in parts] == [(1, 3), (1, 3), (0, 3), (0, 3)]
-
-
 # One rank, and one of very many.
-
-
-def test_one_rank_of_1024_runs_a_step() -> None:
-    # The stand-in pretends that every rank sends what this one sends, so the gathered weight is this rank's two rows
-    # over and over, and the averaged gradient is that weight's own.
-    model = nn.Linear(2, 2048, bias=False).double()
-    own = model.weight.detach()[5 * 2 : 6 * 2].clone()
-    tiled = own.repeat(1024, 1).requires_grad_(True)
-    x = draw(3, 2)
-    expected = (x @ tiled.T).square().mean()
-    expected.backward()
-    assert tiled.grad is not None
-    wanted = torch.optim.SGD([tiled], lr=0.5)
-    wanted.step()
-
-    polyshard.shard(model, polyshard.ShardConfig(collectives=fake(5, 1024)))
-    assert torch.equal(local(model.weight.detach()), own)
-    assert polyshard.report(model).master_nbytes == 4 * 8
-    loss = model(x).square().mean()
-    loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    assert model.weight.grad is not None
-    torch.testing.assert_close(local(model.weight.grad), tiled.grad[10:12], rtol=1e-12, atol=1e-15)
-    torch.optim.SGD(model.parameters(), lr=0.5).step()
-    torch.testing.assert_close(local(model.weight.detach()), tiled.detach()[10:12], rtol=1e-12, atol=1e-15)
 
 
 def test_no_sync_belongs_to_the_outermost_module() -> None:
@@ -308,27 +249,6 @@ def test_parameters_gradients_and_state_are_sharded_over_what_each_names(
     assert {part for _, parts, _ in found for part in parts} == {shards}
     # Whole sums wait nowhere where gradients are sharded.
     assert all((sums == 0) is chosen.get("shard_gradients", False) for _, _, sums in found)
-
-
-@one_by_one("settings, world_size", LASTING)
-def test_steps_that_are_written_by_hand_reach_the_next_forward(settings: dict[str, Any], world_size: int) -> None:
-    def by_hand(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.data.add_(parameter.grad.data, alpha=-0.1)
-            parameter.grad.data.zero_()
-
-    model = seeded(Net)
-    reference = train_reference(model, square_step, world_size, 3, lambda copy: torch.optim.SGD(copy.parameters(), 0.1))
-
-    def on_rank(rank: int, world: ThreadedWorld) -> dict[str, torch.Tensor]:
-        mine = sharded_copy(model, rank, world, **BLOCKS, **settings)
-        for turn in range(3):
-            square_step(mine, turn, rank)
-            by_hand(mine)
-        return {name: full(parameter.detach()) for name, parameter in mine.named_parameters()}
-
-    assert_wholes(on_ranks(world_size, on_rank), reference.parameters)
 
 
 def test_what_groups_cannot_share_is_refused_and_the_model_stays_whole() -> None:

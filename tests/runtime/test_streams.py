@@ -160,8 +160,7 @@ def test_gradients_of_several_streams_are_reduced_by_one_launch(
 
 @pytest.mark.parametrize("limit", [0, 2 * 1024])
 @pytest.mark.parametrize(
-    ("strategy", "releases"),
-    [("full_shard", None), ("full_shard", 2), ("shard_grad_op", None), ("no_shard", None)],
+    ("strategy", "releases"), [("full_shard", None), ("full_shard", 2), ("shard_grad_op", None), ("no_shard", None)]
 )
 @pytest.mark.parametrize(("first", "second"), [("main", "side"), ("side", "main")])
 def test_two_streams_use_one_unit(

@@ -14,12 +14,17 @@ with warnings.catch_warnings(action="ignore"):
     pytest.importorskip("torchao")
 
 #: Importing torchao takes seconds a process.
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = pytest.mark.slow
 RANKS = KeptRanks()
 
 
-@pytest.mark.parametrize("kind", ["float8", "nf4"])
-@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("nf4", 2),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("nf4", 3), ("float8", 2), ("float8", 3))),
+    ],
+)
 def test_trains_as_the_unsharded_model(kind: str, number: int, tmp_path: Path) -> None:
     host = torch.device("cpu")
     for found, wanted, names in RANKS.run(number, trains_and_is_saved, kind, number, host, str(tmp_path)):

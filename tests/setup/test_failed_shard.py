@@ -378,10 +378,7 @@ def place_fails(rank: int) -> tuple[str, str, float]:
     before = state_of(model)
     started = time.monotonic()
     config = ShardConfig(
-        collectives="gloo",
-        policy=units_of(Block),
-        offload=Shelf(Failing("place", 2 if rank else None)),
-        timeout_s=30.0,
+        collectives="gloo", policy=units_of(Block), offload=Shelf(Failing("place", 2 if rank else None)), timeout_s=30.0
     )
     try:
         polyshard.shard(model, config)

@@ -112,11 +112,7 @@ def test_streams_hand_out_plain_tensors_that_can_be_written_back() -> None:
         # The numbers inside of a parameter mean something in their own dtypes.
         cast = dict(stream_of(model, dtype=torch.bfloat16, ranks=[1]))
         kinds = {name: each.dtype for name, each in cast.items() if name.startswith(("layer.weight", "down.weight"))}
-        wanted = {
-            "down.weight": torch.bfloat16,
-            "layer.weight.high": torch.int8,
-            "layer.weight.low": torch.float16,
-        }
+        wanted = {"down.weight": torch.bfloat16, "layer.weight.high": torch.int8, "layer.weight.low": torch.float16}
         assert kinds == (wanted if rank == 1 else {})
         only = dict(stream_of(model.layer, names=lambda name: name if name == "weight.low" else None))
         alike(only, {"weight.low": source.layer.weight.low})

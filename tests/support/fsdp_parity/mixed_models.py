@@ -15,11 +15,9 @@ from polyshard_fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from polyshard_fsdp import MixedPrecision, ShardingStrategy
 from polyshard_fsdp._common_utils import clean_tensor_name
 from torch import nn
-from torch.nn import functional
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._pytree import tree_map
 
-from .models import expected_warnings, wrap_fsdp
+from .models import wrap_fsdp
 from .ranks import Ranks
 
 #: The dtype in which `Buffered` is given its buffer.
@@ -57,23 +55,6 @@ def nested_model(linears: Iterable[Buffered], device: torch.device, **fsdp_kwarg
     model = nn.Sequential(*(linear.to(device) for linear in linears))
     model[0] = wrap_fsdp(model[0], **fsdp_kwargs)
     return wrap_fsdp(model, **fsdp_kwargs)
-
-
-class BatchNormNet(nn.Module):
-    """Linear layers with a batch norm and a layer norm between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(2, 40, bias=False)
-        self.bn = nn.BatchNorm1d(4)
-        self.fc2 = nn.Linear(40, 4, bias=False)
-        self.ln = nn.LayerNorm(4)
-        self.fc3 = nn.Linear(4, 4, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.bn(self.fc1(x).reshape(-1, 4, 10))
-        x = self.ln(self.fc2(x.reshape(-1, 40)))
-        return functional.softmax(self.fc3(x), dim=1)
 
 
 class IgnoredModule(nn.Module):
@@ -146,23 +127,6 @@ class MakesAnInput(nn.Module):
         self.seen["x"] = x
         y = torch.ones(2, 100, device=x.device, dtype=torch.float32)
         output: torch.Tensor = self.l2(self.l1(x), y)
-        return output
-
-
-class TransformerWithAverage(nn.Module):
-    """A transformer for training, and the moving average of its parameters for eval."""
-
-    def __init__(self, device: torch.device, **sizes: Any) -> None:
-        super().__init__()
-        with expected_warnings():
-            self.module: nn.Module = nn.Transformer(**sizes).to(device)
-            averaging = get_ema_multi_avg_fn()  # type: ignore[no-untyped-call]
-            self.ema_module = AveragedModel(
-                nn.Transformer(**sizes).to(device), multi_avg_fn=averaging, use_buffers=True
-            )
-
-    def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.module(*args) if self.training else self.ema_module(*args)
         return output
 
 
