@@ -9,7 +9,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import local, on_ranks, threaded, units_of, whole
+from parity import on_ranks, threaded, units_of, whole
 from plain_states import Odd, Part, odd, train
 from polyshard import checkpoint
 from polyshard import state as states
@@ -130,35 +130,6 @@ def test_groups_and_names_of_parameters_are_the_models(tmp_path: Path) -> None:
         assert [group["param_names"] for group in optimizer.param_groups] == own_names
         with pytest.raises(ConfigError, match="has 2 parameter groups, the optimizer 1"):
             checkpoint.load(directory, model, adam(flat(model)))
-
-    on_ranks(2, on_rank)
-
-
-@pytest.mark.slow
-def test_padding_of_the_state_is_zero_and_what_is_there_is_filled_in_place(tmp_path: Path) -> None:
-    directory = save(tmp_path, 2)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        model = shard(net(seed=1), rank, world)
-        parameters = flat(model)
-        optimizer = adam(parameters)
-        train(model, optimizer, 1)
-        # Of three rows of 35, 7 and 1 elements the first rank has two each, and the second one: the rest is padding.
-        block = next(parameter for parameter in parameters if local(parameter).numel() == 86)
-        elements = (86, 43)[rank]
-        before = {key: local(value) for key, value in optimizer.state[block].items()}
-        for value in before.values():
-            value.fill_(7.0)
-        checkpoint.load(directory, model, optimizer)
-        assert optimizer.state[block].keys() == before.keys()
-        for key, value in optimizer.state[block].items():
-            assert local(value).data_ptr() == before[key].data_ptr()
-        assert before["step"] == 2.0
-        told = states.get_optimizer_state_dict(model, optimizer)["state"]
-        parts = [local(each["exp_avg_sq"]) for name, each in told.items() if name.startswith("parts.0")]
-        assert sum(part.numel() for part in parts) == elements
-        assert before["exp_avg_sq"].count_nonzero() == elements
-        assert before["exp_avg_sq"].sum().item() == pytest.approx(sum(part.sum().item() for part in parts), rel=1e-12)
 
     on_ranks(2, on_rank)
 

@@ -113,12 +113,6 @@ def test_recomputed_models_train_while_the_allocator_records_its_history() -> No
         assert gathered == 0
 
 
-def test_the_users_stream_need_not_be_the_default_one() -> None:
-    for loss, _, parameters, _ in run(train, torch.float64, {}, {}, True):
-        assert loss < 1e-12
-        assert parameters < 1e-10
-
-
 #: Two blocks of float64 travel together, three of bfloat16 that are not merged, all of them, none of them.
 @pytest.mark.parametrize("batch_nbytes", [2 * 8 * 3800, 3 * 2 * 3900, "16 MiB", 0])
 @pytest.mark.parametrize("precision", ["none", "bf16"])
@@ -129,12 +123,6 @@ def test_units_that_travel_together_train_alike(batch_nbytes: int | str, precisi
         assert loss < (1e-12 if precision == "none" else 0.02)
         assert parameters < 1e-10 or precision != "none"
         assert gathered == 0
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_bf16_follows_the_fp32_loss(offload: str) -> None:
-    for loss, *_ in run(train, torch.float32, {}, {"precision": "bf16", "offload": offload}, False):
-        assert loss < 0.02
 
 
 def wrap_from_meta(rank: int) -> tuple[int, int]:
@@ -157,25 +145,3 @@ def test_wrapping_from_meta_takes_the_shards_and_one_unit() -> None:
         # 512-byte blocks of the allocator for 12 units, and alignment of parameters. It cuts segments of 20 MiB, and
         # leaves a rest below 1 MiB with the last block.
         assert masters <= peak <= masters + unit + 64 * 1024 + 2**20
-
-
-def steady_memory(rank: int) -> tuple[int, int, int]:
-    device = settle_on_device(rank)
-    torch.manual_seed(0)
-    model = sharded(nn.Sequential(*(Block(512, False) for _ in range(12))).to(device), precision="bf16")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    x = torch.randn(64, 512, device=device)
-    reserved = []
-    for _ in range(12):
-        model(x).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.cuda.synchronize()
-        reserved.append(torch.cuda.memory_reserved())
-    return reserved[2], reserved[-1], torch.cuda.memory_stats()["num_alloc_retries"]
-
-
-def test_reserved_memory_is_flat_after_the_first_steps() -> None:
-    for early, late, retries in run(steady_memory):
-        assert late == early
-        assert retries == 0

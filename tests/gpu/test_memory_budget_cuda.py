@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from polyshard.interfaces import PluginContext
 from polyshard.runtime.root import Root
 from polyshard_backends.fake import FakeCollectives
-from processes import RankPool, settle_on_device
 from torch import nn
 
 pytestmark = pytest.mark.gpu
@@ -117,41 +115,3 @@ def test_nothing_is_decided_inside_a_capture() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert root_of(model).budget_pending
-
-
-def agree(rank: int, budgets: list[int | str]) -> tuple[int, float]:
-    """How many units are kept, and the largest difference in parameters."""
-    device = settle_on_device(rank)
-    torch.manual_seed(0)
-    reference = nn.Sequential(*(Block(256) for _ in range(4))).to(device, torch.float64)
-    model = polyshard.shard(
-        copy.deepcopy(reference),
-        polyshard.ShardConfig(policy=POLICY, reshard_after_forward="auto", memory_budget=budgets[rank]),
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    expected = torch.optim.AdamW(reference.parameters(), lr=1e-3)
-    for turn in range(5):
-        x = torch.randn(8, 256, generator=torch.Generator().manual_seed(turn), dtype=torch.float64).to(device)
-        model(x.chunk(2)[rank]).square().mean().backward()
-        assert root_of(model).budget_pending == (turn == 0)
-        optimizer.step()
-        optimizer.zero_grad()
-        reference(x).square().mean().backward()
-        expected.step()
-        expected.zero_grad()
-    with polyshard.unsharded(model):
-        pairs = zip(model.parameters(), reference.parameters(), strict=True)
-        apart = max((one - other).abs().max().item() for one, other in pairs)
-    return len(polyshard.report(model).kept), apart
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_ranks_take_the_least_room_and_train_as_the_unsharded_model() -> None:
-    pool = RankPool(2, backend="nccl")
-    try:
-        for budgets, expected in ((["1 TiB", 1], 1), ([1, "1 TiB"], 1), (["1 TiB", "2 TiB"], 4)):
-            for kept, apart in pool.run(agree, budgets, timeout=90.0):
-                assert kept == expected
-                assert apart < 1e-10
-    finally:
-        pool.close()

@@ -119,25 +119,6 @@ def test_training_equals_the_unsharded_model(options: dict[str, Any], strategy: 
         assert 0 < len(offloaded) < 5
 
 
-def placed(rank: int) -> list[tuple[str, str, bool]]:
-    device = settle_on_device(rank)
-    model = sharded(Net().to(device), Block, offload=partial(device, units="blocks.1"), precision="bf16")
-    model(torch.randn(4, 7, device=device)).backward()
-    found = []
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        own, gradient = local(parameter.detach()), local(parameter.grad)
-        assert gradient.device == own.device
-        found.append((name, own.device.type, gradient.is_pinned()))
-    return found
-
-
-def test_only_offloaded_units_leave_the_device() -> None:
-    for found in run(placed):
-        for name, kind, pinned in found:
-            assert (kind, pinned) == (("cpu", True) if name.startswith("blocks.1.") else ("cuda", False)), name
-
-
 def scaled(rank: int, fused: bool) -> tuple[list[bool], float, float]:
     """Which of ten steps were skipped, what the others err by, and the scale behind them; the device is busy."""
     device = settle_on_device(rank)

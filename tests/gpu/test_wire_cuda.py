@@ -121,16 +121,6 @@ def test_twenty_units_of_unlike_sizes_and_dtypes_go_in_few_launches(name: str) -
     assert sum("_encode" in event.name for event in profiled.events()) == 4
 
 
-@NUMBERS
-def test_every_rank_has_a_row_of_its_own(name: str) -> None:
-    shards = [normal(1000) * factor for factor in (1.0, -3.0, 0.1)]
-    wire = torch.cat(on_device(shards, name, 128))
-    out = torch.empty(3, 1000, device=CUDA)
-    caster(name, compute="fp32").decode(unit(shards[0]), wire, out)
-    for row, shard in zip(out.cpu(), shards, strict=True):
-        torch.testing.assert_close(row.double(), decoded(shard, name, 128), rtol=3e-7, atol=0.0)
-
-
 def watched(rank: int, name: str, offload: str, infinite: bool) -> list[torch.Tensor]:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
@@ -160,43 +150,3 @@ def test_all_ranks_compute_with_what_travelled_forward_and_backward(name: str, o
         for weight in seen:
             torch.testing.assert_close(weight.double(), wanted, rtol=3e-7, atol=0.0)
             assert torch.equal(weight, seen[0])
-
-
-@pytest.mark.skipif(WORLD_SIZE < 2, reason="nothing travels where there is one rank")
-@NUMBERS
-def test_a_master_that_is_not_finite_makes_its_block_nan_on_every_rank(name: str) -> None:
-    for seen in run(watched, name, "none", True):
-        for weight in seen:
-            assert weight.flatten().isnan().nonzero().flatten().tolist() == list(range(32))
-
-
-def trained(rank: int, precision: str, offload: str) -> list[float]:
-    device = torch.device("cuda", torch.cuda.current_device())
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
-    model = nn.Sequential(nn.Linear(16, 64), *blocks, nn.Linear(64, 16)).to(device)
-    chosen: object = precision if precision == "bf16" else caster(precision)
-    policy = {"name": "module_class", "classes": [nn.Sequential]}
-    polyshard.shard(model, polyshard.ShardConfig(precision=chosen, policy=policy, offload=offload))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for turn in range(40):
-        generator = torch.Generator().manual_seed(2 * turn + rank)
-        x = torch.randn(64, 16, generator=generator).to(device)
-        loss = (model(x).float() - x.flip(1)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.skipif(WORLD_SIZE < 2, reason="nothing travels where there is one rank")
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@NUMBERS
-def test_a_model_trains_as_with_bf16(name: str, offload: str) -> None:
-    plain = torch.tensor(run(trained, "bf16", "none")).mean(0)
-    encoded = torch.tensor(run(trained, name, offload)).mean(0)
-    assert plain[-5:].mean() < 0.7 * plain[0]
-    assert encoded.tolist() != plain.tolist()
-    assert float((encoded - plain).abs().max()) < 0.1 * float(plain[0])
