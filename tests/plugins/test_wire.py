@@ -1,6 +1,6 @@
 """Gathers of eight bits with a scale a block: what arrives, what travels, and that models train with it.
 
-Twin on CUDA: ``gpu/test_wire_cuda.py``.
+Twin on CUDA: ``gpu/test_eight_bits_cuda.py``.
 """
 
 from __future__ import annotations
