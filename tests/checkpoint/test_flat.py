@@ -134,42 +134,6 @@ def test_groups_and_names_of_parameters_are_the_models(tmp_path: Path) -> None:
     on_ranks(2, on_rank)
 
 
-@pytest.mark.slow
-def test_numbers_and_empty_parameters_go_both_ways(tmp_path: Path) -> None:
-    def empty(seed: int = 0) -> Odd:
-        model = net(seed)
-        model.parts[0].nothing = nn.Parameter(torch.empty(0, dtype=torch.float64))
-        return model
-
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        model = shard(empty(), rank, world)
-        optimizer = adam(flat(model))
-        train(model, optimizer, 2)
-        for values in optimizer.state.values():
-            values["count"] = 3
-        directory = checkpoint.save(tmp_path, 2, model, optimizer)
-        each = adam(own(model))
-        checkpoint.load(directory, model, each)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
-        assert [each.state[parameter]["count"] for parameter in trained] == [3] * len(trained)
-        assert len(each.state) == len(trained) + 1
-        # Nobody holds a part of an empty parameter, so its state may be missing.
-        del each.state[model.parts[0].nothing]
-        directory = checkpoint.save(tmp_path, 3, model, each)
-        again = adam(flat(model))
-        checkpoint.load(directory, model, again)
-        assert optimizer.state.keys() == again.state.keys()
-        for parameter, values in optimizer.state.items():
-            torch.testing.assert_close(again.state[parameter], values, rtol=0, atol=0)
-
-    on_ranks(2, on_rank)
-    plain = empty(seed=1)
-    optimizer = adam(own(plain))
-    state = checkpoint.read(tmp_path / "step-00000002")
-    set_optimizer_state_dict(plain, optimizer, optim_state_dict=state["optimizer"])
-    assert optimizer.state[plain.parts[0].nothing]["step"] == 2.0
-
-
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_state_of_another_shape_is_refused(tmp_path: Path, strategy: str) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
