@@ -28,6 +28,7 @@ from torch import nn
 
 __all__ = ["memory", "store"]
 
+FULL = states.StateOptions(form="full")
 Made = tuple[Odd, torch.optim.Optimizer]
 
 
@@ -151,6 +152,21 @@ def test_what_is_copied_from_and_to_a_disk_is_a_checkpoint_there(store: type[Obj
     assert checkpoint.latest(copied.parent, verify=True) == copied
     found = [float(checkpoint.read(each)["model"]["bias"][0]) for each in (root / "step-00000002", again, copied)]
     assert found == [7.0, 8.0, 8.0]
+
+
+def test_keep_removes_the_marker_first(store: type[ObjectStore]) -> None:
+    root = URL("store://bucket/run")
+    model = alone()
+    made = [checkpoint.save(root, step, model) for step in (1, 2)]
+    counting = Counting(lambda turn: None)
+    with disturbed(counting):
+        made.append(checkpoint.save(root, 3, model, keep=1))
+    removed = [path for kind, path in counting.requests if kind == "delete" and "SAVING" not in path]
+    for directory in made[:2]:
+        of_it = [path.rpartition("/")[2] for path in removed if f"/{directory.name}/" in path]
+        assert of_it[0] == "COMMITTED"
+        assert sorted(of_it[1:]) == [".metadata", "__0_0.distcp", "manifest.json"]
+    assert {key.split("/")[2] for key in objects()} == {".job-lock", made[2].name}
 
 
 def test_what_others_put_beside_the_files_of_a_save_stays(store: type[ObjectStore]) -> None:
