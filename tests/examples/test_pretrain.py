@@ -14,6 +14,7 @@ import pytest
 import torch
 from polyshard.errors import ConfigError
 from processes import importing_from
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain"
@@ -307,6 +308,41 @@ def test_flops_are_those_that_torch_counts_in_a_forward_and_its_backward(experts
     with FlopCounterMode(display=False) as counted:
         net(torch.randint(300, (3, 8)), use_cache=False).logits.sum().backward()
     assert counted.get_total_flops() == part("metrics").flops_per_token(net.config, 8) * 3 * 8
+
+
+@pytest.mark.slow
+# Of torch 2.15: what is selected is kept outside of these hooks.
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
+def test_checkpointing_keeps_less_the_more_it_computes_again_and_changes_no_gradient() -> None:
+    activations, settings = part("activations"), settings_of(*TINY, "model.num_hidden_layers=4")
+    inputs = torch.randint(300, (3, 8), generator=torch.Generator().manual_seed(0))
+    kept: dict[str, int] = {}
+    flops: dict[str, int] = {}
+    gradients: dict[str, list[torch.Tensor]] = {}
+    for mode, every in (("none", 1), ("selective", 1), ("full", 2), ("full", 1)):
+        net = plain_llama(settings, 300)
+        net.set_attn_implementation("eager")
+        wanted = part("settings").ActivationCheckpointing(mode=mode, every=every)
+        activations.checkpoint_blocks(net.model.layers, wanted)
+        name = f"{mode} {every}"
+        kept[name] = 0
+
+        def count(tensor: torch.Tensor, name: str = name) -> torch.Tensor:
+            kept[name] += tensor.numel()
+            return tensor
+
+        with FlopCounterMode(display=False) as counted:
+            with saved_tensors_hooks(count, lambda tensor: tensor):
+                loss = net(inputs, labels=inputs, use_cache=False).loss
+            loss.backward()
+        flops[name] = counted.get_total_flops()
+        gradients[name] = [parameter.grad for parameter in net.parameters()]
+    assert kept["none 1"] > kept["full 2"] > kept["full 1"]
+    # What is selected are the products, all of them.
+    assert flops["none 1"] == flops["selective 1"] < flops["full 2"] < flops["full 1"]
+    for each in gradients.values():
+        for one, other in zip(each, gradients["none 1"], strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,29 @@ def test_kept_slices_are_of_the_dtype_that_computes() -> None:
         assert torch.equal(got, wanted)
         # What is evaluated is not what was trained with.
         assert not torch.equal(got[0], got[1])
+
+
+def test_a_copy_of_a_part_that_trained_by_itself_is_the_larger_models() -> None:
+    """There is one copy of each master, under whatever names its unit had."""
+
+    def copies() -> int:
+        """Storages of one rank's elements of ``nn.Linear(32, 64)``, in bf16: no gather buffer is so small."""
+        nbytes = (32 * 64 + 64) // 2 * torch.bfloat16.itemsize
+        found = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype is torch.bfloat16]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}
+        return list(storages.values()).count(nbytes)
+
+    config = polyshard.ShardConfig(
+        collectives={"name": "fake", "world_size": 2}, offload=OptimizerOffload(CONTEXT), precision="bf16"
+    )
+    inner = nn.Linear(32, 64)
+    polyshard.fully_shard(inner, config)
+    inner(torch.ones(2, 32)).sum().backward()
+    assert copies() == 1
+    outer = nn.Sequential(inner, nn.Linear(64, 3))
+    polyshard.fully_shard(outer, config)
+    outer(torch.ones(2, 32)).sum().backward()
+    assert copies() == 1
 
 
 # Offload managers on the CPU: rules that the conformance suite, which both pass as well, does not have.

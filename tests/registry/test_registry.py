@@ -207,6 +207,15 @@ def test_errors_of_polyshard_pass_through_a_constructor(context: PluginContext) 
         resolved_from(factory).construct(context)
 
 
+def test_a_falsy_instance_is_still_the_instance(context: PluginContext) -> None:
+    class Empty(EveryChild):
+        def __len__(self) -> int:
+            return 0
+
+    made = Empty()
+    assert resolved_from(lambda context: made).construct(context) is made
+
+
 def test_an_instance_resolves_to_itself(context: PluginContext) -> None:
     policy = EveryChild()
     resolved = resolve(Group.POLICIES, policy)
