@@ -23,6 +23,7 @@ from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.trace import (
     Lane,
     MemorySample,
+    Recording,
     Span,
     StepTrace,
     Trace,
@@ -515,6 +516,32 @@ def test_close_in_the_middle_of_a_step_writes_what_there_is(tmp_path: Path) -> N
     written = read_trace(tmp_path / "step-1-rank-0.json")
     assert [(each.finished, *each.interval) for each in written.spans] == [(False, 10.0, 20.0)]
     trace.step_end()
+
+
+def test_operations_that_overlap_are_paired_by_unit_and_in_order(tmp_path: Path) -> None:
+    clock = LateClock()
+    recording = Recording(1, 0, CPU, clock)
+    first, second = spec("blocks.0"), spec("blocks.1")
+    for operation, unit, begins in [
+        (GATHER, first, False),  # of one that began before
+        (REDUCE, first, True),
+        (REDUCE, second, True),
+        (REDUCE, first, True),
+        (REDUCE, first, False),
+        (REDUCE, second, False),
+        (REDUCE, first, False),
+        (GATHER, second, True),
+    ]:
+        recording.mark(UnitEvent(operation, unit, begins))
+    recording.end()
+    recording.wait()
+    spans = recording.trace().spans
+    assert [(each.unit, *each.interval, each.finished) for each in spans] == [
+        ("blocks.0", 20.0, 50.0, True),
+        ("blocks.1", 30.0, 60.0, True),
+        ("blocks.0", 40.0, 70.0, True),
+        ("blocks.1", 80.0, 90.0, False),
+    ]
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
