@@ -434,6 +434,3 @@ def test_collectives_that_serve_another_device() -> None:
 def test_without_a_launcher_it_says_what_to_do() -> None:
     words = ("no process group", "torchrun", 'collectives="fake"')
     refused(Tower(), lambda: ShardConfig(), errors.StateError, *words, twin=Tower())
-
-
-# Several ranks.

@@ -209,6 +209,3 @@ def test_what_no_sync_left_is_delivered_by_a_backward_that_reaches_no_offloaded_
     for (name, wanted), found in zip(whole.named_parameters(), sharded.parameters(), strict=True):
         assert found.grad is not None, name
         torch.testing.assert_close(local(found.grad), wanted.grad, rtol=1e-12, atol=1e-12)
-
-
-# --- state ---

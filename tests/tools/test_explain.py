@@ -538,6 +538,3 @@ def test_json_holds_every_unit(command: list[str], capsys: pytest.CaptureFixture
         },
         {"name": "overrides", "value": None, "source": {"origin": "default", "where": ""}},
     ]
-
-
-# Folding
