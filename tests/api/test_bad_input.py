@@ -19,26 +19,6 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
-def test_each_error_is_also_the_builtin_that_fsdp_users_catch() -> None:
-    builtins = {
-        errors.ConfigError: ValueError,
-        errors.PluginNotFoundError: LookupError,
-        errors.PluginLoadError: ImportError,
-        errors.PluginConflictError: LookupError,
-        errors.PluginVersionError: RuntimeError,
-        errors.PluginContractError: TypeError,
-        errors.ParameterError: ValueError,
-        errors.DeviceError: RuntimeError,
-        errors.AlreadyShardedError: ValueError,
-        errors.EmptyUnitError: ValueError,
-        errors.WorldSizeError: ValueError,
-        errors.RankMismatchError: RuntimeError,
-    }
-    for ours, theirs in builtins.items():
-        assert issubclass(ours, theirs)
-        assert issubclass(ours, errors.PolyshardError)
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -253,6 +233,10 @@ class Answers(WrapPolicy):
         return answer
 
 
+def fails(root: nn.Module) -> NoReturn:
+    raise ZeroDivisionError("in the user's own code")
+
+
 POLICIES: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]]] = {
     "list": (lambda root: [root.first], errors.PluginContractError, ("an instance of list", "Return a mapping")),
     "none": (lambda root: None, errors.PluginContractError, ("returned None", "Return a mapping")),
@@ -269,6 +253,11 @@ POLICIES: dict[str, tuple[Callable[[Any], Any], type[Exception], tuple[str, ...]
         errors.ConfigError,
         ("reshard_after_forward", "'inner.head'", "'yes'"),
     ),
+    "raises": (
+        fails,
+        errors.PluginContractError,
+        ("plan() of plugin 'Answers' of polyshard.policies failed", "ZeroDivisionError: in the user's own code"),
+    ),
 }
 
 
@@ -281,23 +270,8 @@ def test_policies_that_answer_something_else(
 
 def test_a_policy_whose_overrides_name_no_plugin() -> None:
     policy = Answers(lambda root: {root.first: {"precision": "bf61"}})
-    refused(
-        Tower(),
-        silent(policy=policy),
-        errors.PluginNotFoundError,
-        "'bf61'",
-        "polyshard.precision",
-        "'bf16'",
-        twin=Tower(),
-    )
-
-
-def test_a_policy_that_raises() -> None:
-    def fails(root: nn.Module) -> NoReturn:
-        raise ZeroDivisionError("in the user's own code")
-
-    words = ("plan() of plugin 'Answers' of polyshard.policies failed", "ZeroDivisionError: in the user's own code")
-    refused(Tower(), silent(policy=Answers(fails)), errors.PluginContractError, *words, twin=Tower())
+    words = ("'bf61'", "polyshard.precision", "'bf16'")
+    refused(Tower(), silent(policy=policy), errors.PluginNotFoundError, *words, twin=Tower())
 
 
 @pytest.mark.parametrize(
@@ -460,6 +434,3 @@ def test_collectives_that_serve_another_device() -> None:
 def test_without_a_launcher_it_says_what_to_do() -> None:
     words = ("no process group", "torchrun", 'collectives="fake"')
     refused(Tower(), lambda: ShardConfig(), errors.StateError, *words, twin=Tower())
-
-
-# Several ranks.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from polyshard import ShardConfig, hookimpl
 from polyshard.errors import RankMismatchError, StateError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
-from polyshard_backends.gloo import GlooCollectives
 from processes import KeptRanks, run_processes
 from torch import nn
 
@@ -163,26 +161,6 @@ def test_groups_of_a_world_that_was_destroyed_are_not_used_again(tmp_path: Path)
     run_processes(WORLD, a_world_after_another, str(tmp_path))
 
 
-def equal_parts(rank: int) -> tuple[bool, bool, float]:
-    context = PluginContext("gloo", torch.device("cpu"))
-    lists = [[0, 1], [2, 3]]
-    first, second = (GlooCollectives(context).partition(lists) for _ in range(2))
-    other = GlooCollectives(context).partition([[0, 2], [1, 3]])
-    same = first.process_group is second.process_group
-    differs = other.process_group is not first.process_group
-    first.close()
-    tensor = torch.ones(1)
-    second.all_reduce(tensor, op=polyshard.interfaces.ReduceOp.SUM).wait()
-    for part in (second, other):
-        part.close()
-    return same, differs, tensor.item()
-
-
-@pytest.mark.slow
-def test_equal_parts_of_one_group_share_their_connections() -> None:
-    assert RANKS.run(WORLD, equal_parts) == [(True, True, 2.0)] * WORLD
-
-
 # A closed model.
 
 
@@ -223,15 +201,6 @@ def test_a_backward_behind_the_close_is_refused() -> None:
     polyshard.close(model)
     with pytest.raises(StateError, match=r"polyshard\.close"):
         loss.backward()
-
-
-def test_a_checkpoint_of_a_closed_model_is_refused(tmp_path: Path) -> None:
-    from polyshard import checkpoint
-
-    model = polyshard.shard(net(), fake())
-    polyshard.close(model)
-    with pytest.raises(StateError, match=r"polyshard\.close"):
-        checkpoint.save(tmp_path / "run", 1, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_closing_keeps_shards_and_gradients_and_may_be_repeated() -> None:
@@ -296,14 +265,6 @@ def test_the_wrapper_closes() -> None:
     model.close()
     with pytest.raises(StateError, match=r"polyshard\.close"):
         model(torch.ones(2, 6))
-
-
-def test_no_thread_of_the_engine_is_left() -> None:
-    before = threading.active_count()
-    model = polyshard.shard(net(), fake())
-    train(model)
-    polyshard.close(model)
-    assert threading.active_count() == before
 
 
 def keys_of_agreements(rank: int) -> list[int]:

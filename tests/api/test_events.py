@@ -98,68 +98,12 @@ def test_listeners_hear_everything_in_the_order_of_the_configuration() -> None:
     assert log == [(name, *call) for call in told for name in ("first", "second")]
 
 
-class OfSaves:
-    @hookimpl
-    def on_save(self, path: Path) -> None:
-        """Nothing in a step."""
-
-
-def test_without_listeners_nothing_is_active() -> None:
-    events = Events([])
-    assert events.active is False
-    assert events.steps is False
-    assert events.observers(UNIT) == ()
-    # A listener of saves alone costs a step nothing.
-    events = Events([("saves", OfSaves())])
-    assert events.active is True
-    assert events.steps is False
-    assert Events([("all", Recorder("all", []))]).steps is True
-    assert events.observers(UNIT) == ()
-    events.step_begin(torch.nn.Identity())
-    assert Events([("one", Recorder("one", []))]).active is True
-
-
-def test_models_do_not_share_listeners() -> None:
-    log: list[tuple[object, ...]] = []
-    watched, other = Events([("one", Recorder("one", log))]), Events([])
-    other.after_shard(torch.nn.Identity())
-    assert log == []
-    watched.after_shard(torch.nn.Identity())
-    assert len(log) == 1
-
-
-def test_a_misspelt_hook_names_listener_hook_and_suggestion() -> None:
-    class Misspelt:
-        @hookimpl
-        def befor_shard(self, model: torch.nn.Module) -> None: ...
-
-    with pytest.raises(PluginContractError, match=r"'trace' implements a hook 'befor_shard' .*Did you mean 'before_sh"):
-        Events([("good", Recorder("good", [])), ("trace", Misspelt())])
-
-
 def test_a_hook_of_a_newer_version_may_be_marked_optional() -> None:
     class Newer:
         @hookimpl(optionalhook=True)
         def on_graph_capture(self) -> None: ...
 
     assert Events([("newer", Newer())]).active
-
-
-def test_an_argument_that_does_not_exist_is_refused() -> None:
-    class Wrong:
-        @hookimpl
-        def after_shard(self, modul: torch.nn.Module) -> None: ...
-
-    with pytest.raises(PluginContractError, match=r"(?s)listener 'trace' does not fit.*modul"):
-        Events([("trace", Wrong())])
-
-
-def test_a_listener_without_marked_methods_is_refused() -> None:
-    class Unmarked:
-        def after_shard(self, model: torch.nn.Module) -> None: ...
-
-    with pytest.raises(PluginContractError, match=r"Unmarked\) implements no hook.*polyshard\.hookimpl"):
-        Events([("trace", Unmarked())])
 
 
 def test_two_objects_of_one_class_are_two_listeners_and_one_object_is_one() -> None:
@@ -172,30 +116,37 @@ def test_two_objects_of_one_class_are_two_listeners_and_one_object_is_one() -> N
         Events([("x", same), ("y", same)])
 
 
-def test_an_observer_can_be_called() -> None:
-    class Methods:
-        @hookimpl
-        def make_observer(self, unit: UnitSpec) -> object:
-            return self
-
-    with pytest.raises(PluginContractError, match=r"'old'.*'blocks\.0', which cannot be called\. .*one UnitEvent"):
-        Events([("old", Methods())]).observers(UNIT)
+class Misspelt:
+    @hookimpl
+    def befor_shard(self, model: torch.nn.Module) -> None: ...
 
 
-def test_none_means_no_observer() -> None:
-    class Picky:
-        @hookimpl
-        def make_observer(self, unit: UnitSpec) -> Observer | None:
-            return print if unit.is_root else None
-
-    assert Events([("picky", Picky())]).observers(UNIT) == ()
+class Wrong:
+    @hookimpl
+    def after_shard(self, modul: torch.nn.Module) -> None: ...
 
 
-def test_an_error_in_a_listener_reaches_the_caller() -> None:
-    class Failing:
-        @hookimpl
-        def step_begin(self) -> None:
-            raise ZeroDivisionError("listener")
+class Unmarked:
+    def after_shard(self, model: torch.nn.Module) -> None: ...
 
-    with pytest.raises(ZeroDivisionError, match="listener"):
-        Events([("failing", Failing())]).step_begin(torch.nn.Identity())
+
+class Observes:
+    """Answers an observer that cannot be called."""
+
+    @hookimpl
+    def make_observer(self, unit: UnitSpec) -> object:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("listener", "words"),
+    [
+        (Misspelt, r"'trace' implements a hook 'befor_shard' .*Did you mean 'before_sh"),
+        (Wrong, r"(?s)listener 'trace' does not fit.*modul"),
+        (Unmarked, r"Unmarked\) implements no hook.*polyshard\.hookimpl"),
+        (Observes, r"'trace'.*'blocks\.0', which cannot be called\. .*one UnitEvent"),
+    ],
+)
+def test_a_listener_that_does_not_fit_the_hooks_is_refused_by_name(listener: type[object], words: str) -> None:
+    with pytest.raises(PluginContractError, match=words):
+        Events([("good", Recorder("good", [])), ("trace", listener())]).observers(UNIT)

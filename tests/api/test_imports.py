@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,23 +99,3 @@ def test_calls_on_an_inner_module(call: Callable[[Any], Any]) -> None:
     ) as caught:
         call(model[1])
     assert "FSDP" not in str(caught.value)
-
-
-def _texts(file: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of every string in ``file`` that is no docstring."""
-    tree = ast.parse(file.read_text())
-    told = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
-            yield node.lineno, node.value
-
-
-def test_no_message_of_core_names_fsdp() -> None:
-    core = Path(polyshard.__file__).parent
-    # What joins trainers refuses theirs by name.
-    joined = [core / name for name in ("accelerate", "lightning", "trainers", "transformers")]
-    files = [file for file in core.rglob("*.py") if not any(file.is_relative_to(each) for each in joined)]
-    found = [f"{file}:{line}: {text}" for file in files for line, text in _texts(file) if "FSDP" in text]
-    assert not found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,6 @@ from polyshard.interfaces import PluginContext
 from polyshard_backends.fake import FakeCollectives
 from torch import nn
 
-MIB = 1024 * 1024
 CPU = torch.device("cpu")
 
 
@@ -66,51 +63,6 @@ def test_cutting_a_whole_model_adds_no_more_than_the_shard_and_one_unit(tmp_path
     faked(on_meta(lambda: tower(2, 16)), policy=units_of(nn.Linear))
     peak = peak_of_live_bytes(lambda: faked(model, 1, 4, policy=units_of(nn.Linear)), tmp_path)
     assert peak <= 12 * UNIT // 4 + UNIT + 64 * 1024
-
-
-RESIDENT = """
-import pathlib, resource, sys
-import psutil, torch
-from torch import nn
-from polyshard import ShardConfig, shard
-
-def tower(units, width):
-    with torch.device("meta"):
-        return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(units)))
-
-def wrap(model):
-    collectives = {"name": "fake", "rank": 3, "world_size": 8}
-    policy = {"name": "module_class", "classes": nn.Linear}
-    return shard(model, ShardConfig(collectives=collectives, policy=policy, device="cpu"))
-
-def most_so_far():
-    status = pathlib.Path("/proc/self/status")
-    if status.exists():
-        # Where there is this, ru_maxrss begins with what the parent process had.
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-wrap(tower(2, 16))
-model = tower(24, 2048)
-before = psutil.Process().memory_info().rss
-wrap(model)
-after = psutil.Process().memory_info().rss
-print(most_so_far() - before, after - before)
-"""
-
-
-@pytest.mark.slow
-def test_resident_memory_follows() -> None:
-    done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, timeout=100.0, check=False)
-    assert done.returncode == 0, done.stderr
-    peak, after = map(int, done.stdout.split())
-    # 24 layers of 16 MiB over 8 ranks; whole, they are 384 MiB.
-    shard, unit = 24 * 16 * MIB // 8, 16 * MIB
-    # The allocator rounds and keeps some of what is freed; the interpreter makes objects.
-    allowance = 16 * MIB
-    assert shard <= peak <= shard + unit + allowance
-    assert after <= shard + unit + allowance
 
 
 # What the parameters then hold.

@@ -197,34 +197,6 @@ def test_parts_of_one_buffer_are_copied_between_one_pair_of_barriers() -> None:
             assert torch.equal(out, torch.cat([sent(rank, 10 * number + receiver, n) for rank in range(3)]))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_every_part_arrives_at_the_rank_that_it_is_for(world_size: int) -> None:
-    host = Host([[0, 1]] * world_size)
-    n = 501
-    host.delays[-1] = 2e-3
-
-    def train(rank: int, memory: PeerMemory) -> list[torch.Tensor]:
-        assert memory.meet() == ""
-        got = []
-        for turn in range(4):
-            full = host.segment(rank, turn % 2)[: 2 * world_size * n].view(torch.bfloat16)
-            # A part differs by sender, receiver and turn.
-            for receiver in range(world_size):
-                full[receiver * n : (receiver + 1) * n] = sent(rank, 10 * turn + receiver, n)
-            parts = memory.parts_of(full)
-            assert parts is not None
-            received = torch.empty(world_size * n, dtype=torch.bfloat16)
-            memory.exchange([(parts, received)])
-            full.fill_(-1)
-            got.append(received)
-        return got
-
-    for receiver, turns in enumerate(on_ranks(host, train)):
-        for turn, received in enumerate(turns):
-            expected = torch.cat([sent(sender, 10 * turn + receiver, n) for sender in range(world_size)])
-            assert torch.equal(received, expected)
-
-
 def test_other_memory_is_left_to_nccl_and_looked_for_once_until_the_pool_grows() -> None:
     def ask(rank: int, memory: PeerMemory) -> list[int]:
         memory.meet()

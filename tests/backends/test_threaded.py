@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
@@ -21,13 +20,11 @@ from polyshard.errors import (
     CollectiveTimeoutError,
     ConfigError,
     DeviceError,
-    PolyshardError,
     RankMismatchError,
     StateError,
     WorldSizeError,
 )
-from polyshard.interfaces import Collectives, PluginContext, ReduceOp, Work
-from polyshard.interfaces.collectives import PACKED_NBYTES
+from polyshard.interfaces import Collectives, PluginContext, ReduceOp
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from polyshard_testing import CollectivesSuite
 
@@ -237,34 +234,6 @@ def test_an_operation_that_fails_fails_on_every_rank() -> None:
     ThreadedWorld(2).run(on_rank)
 
 
-@pytest.mark.parametrize(("limit", "gathers"), [(PACKED_NBYTES, 1), (0, 3)], ids=["small", "large"])
-def test_small_gathers_travel_as_one(limit: int, gathers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyshard.interfaces.collectives.PACKED_NBYTES", limit)
-
-    class Counts(ThreadedCollectives):
-        gathers = 0
-
-        def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Work:
-            self.gathers += 1
-            return super().all_gather(out, shard)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        collectives = Counts(CPU, world, rank)
-        wholes = [torch.zeros(3 * n, dtype=d) for n, d in ((5, torch.bfloat16), (1, torch.float64), (7, torch.bool))]
-        shards = [whole.view(3, -1)[rank].fill_(rank + number) for number, whole in enumerate(wholes)]
-        collectives.all_gather_many(list(zip(wholes, shards, strict=True))).wait()
-        assert collectives.gathers == gathers
-        for number, whole in enumerate(wholes):
-            assert whole.view(3, -1).tolist() == [[value] * (len(whole) // 3) for value in _as(whole, number)]
-
-    ThreadedWorld(3).run(on_rank)
-
-
-def _as(whole: torch.Tensor, number: int) -> list[float]:
-    """What ranks 0 to 2 put into the buffer ``number``, in its dtype."""
-    return (torch.arange(3) + number).to(whole.dtype).tolist()
-
-
 def test_memory_of_a_rank_that_raised_is_not_written_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two gathers in one batch the first fails; its caller takes the memory back before the other rank comes."""
     raised = threading.Event()
@@ -286,36 +255,6 @@ def test_memory_of_a_rank_that_raised_is_not_written_by_others(monkeypatch: pyte
         return second.tolist()
 
     assert ThreadedWorld(2, timeout=5.0).run(on_rank) == [[7.0, 7.0], [7.0, 7.0]]
-
-
-@pytest.mark.parametrize("failure", ["mismatch", "abort"])
-def test_a_rank_does_not_leave_while_others_write_into_its_memory(failure: str) -> None:
-    writing, left = threading.Event(), threading.Event()
-
-    def slowly(payloads: Sequence[list[str]]) -> None:
-        writing.set()
-        left.wait(0.05)
-        for payload in payloads:
-            payload.append("written")
-
-    def on_rank(rank: int, world: ThreadedWorld) -> list[str]:
-        memory: list[str] = []
-        if rank == 0:
-            awaited = world.meet((0, 1), 0, "exchange", memory, slowly)
-        if failure == "mismatch":
-            awaited = world.meet((0, 1, 2), rank, f"sent by {rank}", None, len)
-        if rank == 1:
-            world.meet((0, 1), 1, "exchange", memory, slowly)
-        if rank == 0:
-            assert writing.wait(10.0)
-            if failure == "abort":
-                world.abort("on purpose")
-            with suppress(PolyshardError):
-                world.await_end(awaited, 0, 5.0)
-            left.set()
-        return list(memory)
-
-    assert ThreadedWorld(3).run(on_rank)[0] == ["written"]
 
 
 #: Every allocation on a rank is due for collection, and every collection gives the other rank its turn. In a process of

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from processes import run_script
+from processes import importing_from, run_script
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def benchmarks() -> Iterator[None]:
+    with importing_from(BENCHMARKS):
+        yield
 
 
 def row(peer: str, number: int, ms: float, **others: Any) -> dict[str, Any]:
@@ -22,8 +28,10 @@ def row(peer: str, number: int, ms: float, **others: Any) -> dict[str, Any]:
     return filled | others
 
 
-def rows() -> list[dict[str, Any]]:
-    return [
+def test_ratios_are_taken_within_rounds_and_then_their_median() -> None:
+    from summary import summarise
+
+    rows = [
         row("local", 0, 50.0),
         row("fsdp2", 0, 100.0),
         row("polyshard", 0, 80.0, peak_gib=1.5, losses=[4.0, 3.3]),
@@ -33,32 +41,9 @@ def rows() -> list[dict[str, Any]]:
         row("fsdp2", 2, 90.0),
         row("polyshard", 2, 90.0, peak_gib=1.5),
         {"workload": "tiny", "peer": "ddp", "round": 0, "error": "it does not fit"},
-        row("fsdp2+compile", 0, 40.0),
-        row("polyshard+compile", 0, 20.0),
     ]
-
-
-def report() -> dict[str, Any]:
-    from summary import summarise
-
-    environment = {
-        "command": "torchrun benchmarks/peers.py",
-        "commit": "0123456789abcdef",
-        "uncommitted_changes": False,
-        "date": "2026-01-02",
-        "python": "3.12.3",
-        "torch": "2.11.0",
-        "world_size": 2,
-        "device": "Some GPU",
-        "nccl": "2.28.9",
-    }
-    skipped = [{"workload": "tiny", "round": 2, "peers": ["local"], "reason": "the deadline of 6 s was near"}]
-    settings = {"work": {"tiny": "tiny: 3 blocks"}, "rounds": 3}
-    return {"environment": environment, "settings": settings, "skipped": skipped, "summary": summarise(rows())}
-
-
-def test_ratios_are_taken_within_rounds_and_then_their_median() -> None:
-    figures = report()["summary"]["tiny"]["polyshard"]
+    peers = summarise(rows)["tiny"]
+    figures = peers["polyshard"]
     assert figures["ms"]["median"] == 80.0
     assert figures["ms_steps"] == {"min": 59.0, "max": 91.0}
     # 100/80, 120/60, 90/90; the ratio of the medians would be 100/80 as well, that of the means 310/230.
@@ -67,48 +52,10 @@ def test_ratios_are_taken_within_rounds_and_then_their_median() -> None:
     assert figures["speed_to_local"]["median"] == 50 / 80
     assert figures["peak_gib_to_fsdp2"] == 0.75
     assert figures["peak_reserved_gib_to_fsdp2"] == 1.0
-
-
-def test_a_loss_that_differs_in_any_step_of_any_round_shows() -> None:
-    assert report()["summary"]["tiny"]["polyshard"]["loss_difference"] == pytest.approx(0.1)
-    assert report()["summary"]["tiny"]["fsdp2"]["loss_difference"] == 0.0
-
-
-def test_a_peer_that_failed_keeps_its_reason_and_the_others_their_rows() -> None:
-    from summary import table
-
-    peers = report()["summary"]["tiny"]
+    # A loss that differs in any step of any round shows.
+    assert (figures["loss_difference"], peers["fsdp2"]["loss_difference"]) == (pytest.approx(0.1), 0.0)
     assert peers["ddp"] == {"error": "it does not fit"}
     assert (peers["local"]["rounds"], peers["local"]["errors"]) == (1, ["out of memory"])
-    text = table({"tiny": peers})
-    assert "ddp: it does not fit" in text
-    assert "1.250 (1.000..2.000)" in text
-
-
-@pytest.mark.parametrize("name", ["tiny", "host", "300m", "1b", "8b"])
-def test_the_models_have_the_parameters_that_their_sizes_say(name: str) -> None:
-    from workloads import WORKLOADS, LanguageModel
-
-    with torch.device("meta"):
-        model = LanguageModel(WORKLOADS[name])
-    assert sum(parameter.numel() for parameter in model.parameters()) == WORKLOADS[name].parameter_count
-
-
-def test_first_values_and_batches_follow_from_names_and_numbers_alone() -> None:
-    from workloads import WORKLOADS, Batches, initial_value
-
-    cpu = torch.device("cpu")
-    one = initial_value("blocks.0.up.weight", (8, 4), cpu)
-    torch.manual_seed(1)
-    assert torch.equal(one, initial_value("blocks.0.up.weight", (8, 4), cpu))
-    assert not torch.equal(one, initial_value("blocks.1.up.weight", (8, 4), cpu))
-    tiny = WORKLOADS["tiny"]
-    tokens, targets = Batches(tiny, 0, cpu).batch(3)
-    assert torch.equal(tokens, Batches(tiny, 0, cpu).batch(3)[0])
-    assert not torch.equal(tokens, Batches(tiny, 1, cpu).batch(3)[0])
-    assert tokens.shape == targets.shape == (tiny.batch, tiny.seq)
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert 0 <= int(tokens.min()) <= int(tokens.max()) < tiny.vocab
 
 
 def test_peers_are_named_by_what_they_are() -> None:

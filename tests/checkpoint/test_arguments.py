@@ -269,29 +269,6 @@ def meeting(rank: int, world: ThreadedWorld) -> Collectives:
     return ThreadedCollectives(PluginContext("threaded", torch.device("cpu")), world=world, rank=rank)
 
 
-@pytest.mark.parametrize("ranks", [4, 16])
-def test_long_arguments_do_not_travel_where_they_are_alike_and_few_do_where_not(ranks: int) -> None:
-    long = "x" * 100_000
-
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[int, int, str]:
-        collectives = Counting(meeting(rank, world))
-        with together(collectives, "Saving", {"setting": long, "step": 1}):
-            pass
-        alike = collectives.received
-        with (
-            pytest.raises(RankMismatchError) as told,
-            together(collectives, "Saving", {"setting": long, "step": 2 if rank == 3 else 1}),
-        ):
-            pass
-        return alike, collectives.received - alike, str(told.value)
-
-    for rank, (alike, otherwise, text) in enumerate(on_ranks(ranks, on_rank)):
-        assert alike == 48 * ranks
-        # Both words once.
-        assert otherwise < 48 * ranks + 2 * 100_100
-        assert ("'step' is 2 on rank 3, and 1 on rank 0, 1 on rank 1" if rank == 3 else "and 2 on rank 3") in text
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("save", [checkpoint.save, checkpoint.async_save], ids=["save", "async_save"])
 def test_a_save_takes_as_many_communications_on_many_ranks_as_on_few(tmp_path: Path, save: Callable[..., Any]) -> None:
@@ -310,35 +287,6 @@ def test_a_save_takes_as_many_communications_on_many_ranks_as_on_few(tmp_path: P
     few, many = set(on_ranks(2, on_rank)), set(on_ranks(8, on_rank))
     assert few == many
     assert len(few) == 1
-
-
-def test_a_save_of_the_same_tensors_takes_up_the_plan_of_the_one_before(tmp_path: Path) -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[int], list[bool]]:
-        collectives = Counting(meeting(rank, world))
-        with world.lock:
-            model = seeded(Net)
-        polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, check_ranks=False, **BLOCKS))
-        optimizer = adam(model)
-        received, equal = [], []
-        for turn in range(4):
-            step(model, optimizer, rank)
-            if turn == 2:
-                for state in optimizer.state.values():
-                    state["more"] = torch.zeros_like(state["exp_avg"])
-            before = collectives.received
-            directory = checkpoint.save(tmp_path, turn, model, optimizer)
-            received.append(collectives.received - before)
-            saved, here = checkpoint.read(directory)["model"], whole(model)
-            equal.append(all(torch.equal(saved[name], value) for name, value in here.items()))
-        return received, equal
-
-    for received, equal in on_ranks(3, on_rank):
-        first, again, changed, last = received
-        assert again < first / 4
-        assert last < changed / 4
-        # With new state in it, all is laid out anew.
-        assert changed > first
-        assert equal == [True] * 4
 
 
 def save_with(collectives: Collectives, error: Exception | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import local, on_ranks, threaded, units_of, whole
+from parity import on_ranks, threaded, units_of, whole
 from plain_states import Odd, Part, odd, train
 from polyshard import checkpoint
 from polyshard import state as states
@@ -132,71 +132,6 @@ def test_groups_and_names_of_parameters_are_the_models(tmp_path: Path) -> None:
             checkpoint.load(directory, model, adam(flat(model)))
 
     on_ranks(2, on_rank)
-
-
-@pytest.mark.slow
-def test_padding_of_the_state_is_zero_and_what_is_there_is_filled_in_place(tmp_path: Path) -> None:
-    directory = save(tmp_path, 2)
-
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        model = shard(net(seed=1), rank, world)
-        parameters = flat(model)
-        optimizer = adam(parameters)
-        train(model, optimizer, 1)
-        # Of three rows of 35, 7 and 1 elements the first rank has two each, and the second one: the rest is padding.
-        block = next(parameter for parameter in parameters if local(parameter).numel() == 86)
-        elements = (86, 43)[rank]
-        before = {key: local(value) for key, value in optimizer.state[block].items()}
-        for value in before.values():
-            value.fill_(7.0)
-        checkpoint.load(directory, model, optimizer)
-        assert optimizer.state[block].keys() == before.keys()
-        for key, value in optimizer.state[block].items():
-            assert local(value).data_ptr() == before[key].data_ptr()
-        assert before["step"] == 2.0
-        told = states.get_optimizer_state_dict(model, optimizer)["state"]
-        parts = [local(each["exp_avg_sq"]) for name, each in told.items() if name.startswith("parts.0")]
-        assert sum(part.numel() for part in parts) == elements
-        assert before["exp_avg_sq"].count_nonzero() == elements
-        assert before["exp_avg_sq"].sum().item() == pytest.approx(sum(part.sum().item() for part in parts), rel=1e-12)
-
-    on_ranks(2, on_rank)
-
-
-@pytest.mark.slow
-def test_numbers_and_empty_parameters_go_both_ways(tmp_path: Path) -> None:
-    def empty(seed: int = 0) -> Odd:
-        model = net(seed)
-        model.parts[0].nothing = nn.Parameter(torch.empty(0, dtype=torch.float64))
-        return model
-
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        model = shard(empty(), rank, world)
-        optimizer = adam(flat(model))
-        train(model, optimizer, 2)
-        for values in optimizer.state.values():
-            values["count"] = 3
-        directory = checkpoint.save(tmp_path, 2, model, optimizer)
-        each = adam(own(model))
-        checkpoint.load(directory, model, each)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
-        assert [each.state[parameter]["count"] for parameter in trained] == [3] * len(trained)
-        assert len(each.state) == len(trained) + 1
-        # Nobody holds a part of an empty parameter, so its state may be missing.
-        del each.state[model.parts[0].nothing]
-        directory = checkpoint.save(tmp_path, 3, model, each)
-        again = adam(flat(model))
-        checkpoint.load(directory, model, again)
-        assert optimizer.state.keys() == again.state.keys()
-        for parameter, values in optimizer.state.items():
-            torch.testing.assert_close(again.state[parameter], values, rtol=0, atol=0)
-
-    on_ranks(2, on_rank)
-    plain = empty(seed=1)
-    optimizer = adam(own(plain))
-    state = checkpoint.read(tmp_path / "step-00000002")
-    set_optimizer_state_dict(plain, optimizer, optim_state_dict=state["optimizer"])
-    assert optimizer.state[plain.parts[0].nothing]["step"] == 2.0
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])

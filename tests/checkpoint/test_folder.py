@@ -116,21 +116,11 @@ def test_keep_leaves_links_and_what_they_lead_to(tmp_path: Path) -> None:
     assert value_of(elsewhere / "step-00000001") == {0.0}
 
 
-def damage(path: Path, how: str) -> None:
-    if how == "gone":
-        path.unlink()
-    elif how == "longer":
-        path.write_bytes(path.read_bytes() + b"x")
-    else:
-        os.truncate(path, path.stat().st_size // 2)
-
-
 @pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json"])
-@pytest.mark.parametrize("how", ["truncated", "gone", "longer"])
-def test_a_damaged_newest_checkpoint_is_refused_and_passed_over(tmp_path: Path, name: str, how: str) -> None:
+def test_a_damaged_newest_checkpoint_is_refused_and_passed_over(tmp_path: Path, name: str) -> None:
     line_of_three(tmp_path)
     newest = tmp_path / "step-00000300"
-    damage(newest / name, how)
+    (newest / name).unlink()
     model = alone(7.0)
     with pytest.raises(StateError, match=rf"step-00000300 is damaged: '{name}'.*latest\(root"):
         checkpoint.load(newest, model)
@@ -161,7 +151,7 @@ def test_the_fallback_stays_with_the_run(tmp_path: Path) -> None:
     line_of_three(tmp_path)
     model = alone()
     checkpoint.load(tmp_path / "step-00000100", model)
-    damage(checkpoint.save(tmp_path, 150, model) / "__0_0.distcp", "gone")
+    (checkpoint.save(tmp_path, 150, model) / "__0_0.distcp").unlink()
     with pytest.warns(UserWarning, match="step-00000150 is damaged"):
         # 300 was committed later than 100, but is not what 150 goes back to.
         assert checkpoint.latest(tmp_path) == tmp_path / "step-00000100"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import pytest
 import torch
 from parity import on_ranks, threaded
 from polyshard import checkpoint
-from polyshard.errors import PolyshardError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 
@@ -109,38 +106,3 @@ def test_blocks_of_large_files_are_read_by_those_that_need_them(tmp_path: Path) 
 
     for loaded in on_ranks(3, load):
         assert all(torch.equal(loaded[name], value) for name, value in start.items())
-
-
-@pytest.mark.parametrize("call", ["pwritev", "fsync"])
-@pytest.mark.parametrize("failing", ["__0_0.distcp", "__1_0.distcp", "manifest.json", "COMMITTED.tmp"])
-@pytest.mark.parametrize("background", [False, True], ids=["save", "async_save"])
-def test_a_disk_that_fails_commits_nothing_and_is_told_on_all_ranks(
-    call: str, failing: str, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = getattr(os, call)
-
-    def fails(descriptor: int, *rest: Any) -> Any:
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(failing) and broken:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(descriptor, *rest)
-
-    broken = [True]
-    monkeypatch.setattr(os, call, fails)
-
-    def body(rank: int, world: ThreadedWorld) -> list[str]:
-        model = sharded(rank, world, [(torch.float32, [(40, 3), (5,)])], 0, {})
-        save: Any = checkpoint.save
-        if background:
-            save = lambda *rest: checkpoint.async_save(*rest).result(20)  # noqa: E731
-        with pytest.raises((OSError, PolyshardError), match=rf"Input/output error.*{failing}") as caught:
-            save(tmp_path, 1, model)
-        assert isinstance(caught.value, OSError) == (rank == int(failing == "__1_0.distcp"))
-        polyshard.state.get_model_state_dict(model, polyshard.state.StateOptions(form="full"))
-        found = [path.name for path in tmp_path.iterdir() if path.name.startswith("step")]
-        broken.clear()
-        assert checkpoint.save(tmp_path, 2, model).name == "step-00000002"
-        return found
-
-    assert on_ranks(2, body) == [[], []]
-    checkpoint.verify(tmp_path / "step-00000002")
-    assert {path.name for path in tmp_path.iterdir()} == {".job-lock", "step-00000002"}

@@ -46,16 +46,6 @@ def test_strategy_reads_as_the_enum(spelling: str | Strategy) -> None:
     assert ShardConfig(strategy=spelling).strategy is Strategy.SHARD_GRAD_OP
 
 
-def test_strategies_that_release_parameters_after_forward() -> None:
-    assert {each.value for each in Strategy if each.reshards_after_forward} == {
-        "full_shard",
-        "hybrid_shard",
-        "hfsdp",
-        "hpz",
-    }
-    assert {each.value for each in Strategy if each.hybrid} == {"hybrid_shard", "hybrid_shard_zero2"}
-
-
 def test_device_and_listeners_are_normalised() -> None:
     config = ShardConfig(device="cuda:1", listeners=["trace", {"name": "watch", "every": 5}])
     assert config.device == torch.device("cuda", 1)

@@ -148,24 +148,6 @@ def test_measuring_changes_no_bit_and_ends_with_the_block() -> None:
     on_ranks(2, on_rank)
 
 
-def test_an_exception_comes_through_and_the_model_trains_on() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        model = sharded_copy(seeded(Net), rank, world, **BLOCKS)
-
-        def fail_in_third_step() -> None:
-            with polyshard.Stragglers(model, every=1) as stragglers:
-                for step in range(3):
-                    model(draw(4, 3, rank=rank)).square().mean().backward()
-                    stragglers.step()
-                    assert step < 2, "planned"
-
-        with pytest.raises(AssertionError, match="planned"):
-            fail_in_third_step()
-        model(draw(4, 3, rank=rank)).square().mean().backward()
-
-    on_ranks(2, on_rank)
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -109,25 +109,6 @@ def test_the_ranks_parts_together_are_the_whole_batch(world_size: int) -> None:
     assert torch.equal(whole[1], (whole[0] + 1) % 256)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_the_mean_of_the_ranks_losses_is_the_loss_of_the_whole_batch(world_size: int) -> None:
-    data, model, settings = part("data"), part("model"), part("settings")
-    run = settings.RunSettings(width=16, layers=1, heads=2, context=8, dtype="fp64")
-    net = model.build_model(run)
-    text = torch.randint(256, (3000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    batches = data.Batches(text, context=8, batch=12, seed=0)
-    inputs, targets = batches.whole(0)
-    probabilities = torch.softmax(net(inputs), -1).gather(-1, targets[..., None])
-    expected = -probabilities.log().mean().item()
-    parts = [
-        model.part_of_mean_loss(
-            net, *batches.part(0, rank=rank, world_size=world_size), sequences=12, world_size=world_size
-        ).item()
-        for rank in range(world_size)
-    ]
-    assert sum(parts) / world_size == pytest.approx(expected, rel=1e-12)
-
-
 def test_the_model_of_run_toml_has_a_million_parameters_and_six_blocks_with_biases() -> None:
     settings, model = part("settings"), part("model")
     net = model.build_model(settings.load_settings(CONFIG, environ={}).run)

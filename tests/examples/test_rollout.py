@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from polyshard.errors import ConfigError
 from processes import KeptRanks, importing_from, run_script
 
@@ -75,44 +74,6 @@ def test_the_generator_has_the_trainers_weights_and_writes_what_one_process_woul
     expected = texts_of_one_process()
     assert [entry["text"] for entry in history] == expected
     assert len(set(expected)) > 1
-
-
-def hand_over(rank: int) -> tuple[int, list[bool]]:
-    """How often memory was made, and whether each hand-over arrived."""
-    with importing_from(EXAMPLE):
-        channel = part("channels").SharedMemory(1, dist.new_group([0, 1]))
-    made, map_file = 0, torch.from_file
-
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal made
-        made += 1
-        return map_file(*args, **kwargs)
-
-    torch.from_file = counted
-    try:
-        arrived = []
-        for turn in range(3):
-            wanted = {
-                "a": torch.full((3, 5), turn, dtype=torch.bfloat16),
-                "b": torch.tensor(turn + 0.5),
-                "c": torch.ones(7),
-            }
-            if rank == 0:
-                channel.send(["c"], [wanted["c"]])
-                channel.send(["a", "b"], [wanted["a"], wanted["b"]])
-                channel.end()
-                continue
-            weights = {name: torch.zeros_like(value) for name, value in wanted.items()}
-            channel.receive(weights)
-            arrived.append(all(torch.equal(weights[name], value) for name, value in wanted.items()))
-        return made, arrived
-    finally:
-        torch.from_file = map_file
-
-
-def test_memory_is_made_once_and_used_again() -> None:
-    # For the first list, and for a larger one behind it.
-    assert RANKS.run(2, hand_over) == [(2, []), (2, [True] * 3)]
 
 
 @pytest.mark.parametrize("setting", ["way=pipe", "dtype=int8", "stepps=3"])

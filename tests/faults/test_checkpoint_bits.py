@@ -29,15 +29,6 @@ from torch import nn
 MARK = "the payload ran"
 
 
-def test_a_file_that_nobody_wrote_is_left_alone(tmp_path: Path) -> None:
-    (good,) = write(tmp_path, 3)
-    (good / "notes.txt").write_text("mine")
-    checkpoint.verify(good)
-    alone = Alone()
-    alone.load(good)
-    assert alone.steps() == {3.0}
-
-
 class Payload:
     """Leaves a file behind where it is unpickled."""
 

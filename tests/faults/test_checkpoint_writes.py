@@ -98,7 +98,7 @@ def fail_everywhere(ranks: RankProcesses, root: Path, codes: list[int], stride: 
                         outcomes["committed all the same"] += 1
                         continue
                     assert committed == {"step-00000001"}, where
-                    assert all(raised for _, _, raised, _, _ in answers), where
+                    assert all(os.strerror(code) in raised for _, _, raised, _, _ in answers), where
                     outcomes["raised on all ranks"] += 1
     return outcomes
 

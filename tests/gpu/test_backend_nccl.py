@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from polyshard.errors import CollectiveError, WorldSizeError
 from polyshard.interfaces import BufferRole, Collectives, PluginContext, ReduceOp
-from polyshard_backends.auto import auto
 from polyshard_backends.nccl import NcclCollectives
-from polyshard_testing import CollectivesSuite, plugin_context
+from polyshard_testing import CollectivesSuite
 from polyshard_testing.collectives_checks import check_close, check_overlap
 from processes import KeptRanks, device_of, gpu_ranks
 
@@ -256,17 +255,3 @@ def with_one_communicator(collectives: Collectives, wait_order: tuple[int, ...])
 @pytest.mark.parametrize("wait_order", [(0, 1, 2, 3), (3, 1, 2, 0)], ids=str)
 def test_gathers_and_reductions_may_share_a_communicator(wait_order: tuple[int, ...]) -> None:
     assert run(with_one_communicator, wait_order) == [0] * WORLD_SIZE
-
-
-def chosen_by_auto(collectives: Collectives) -> tuple[bool, str]:
-    made = auto(plugin_context("auto", collectives.device))
-    return isinstance(made, NcclCollectives), made.reason
-
-
-def test_auto_takes_nccl_for_cuda_and_copies_where_ranks_find_that_they_can() -> None:
-    for nccl, reason in run(chosen_by_auto):
-        assert nccl
-        if WORLD_SIZE == 1:
-            assert reason == "nccl: there is one rank"
-        else:
-            assert reason.startswith(f"symmetric, if it finds {WORLD_SIZE} ranks on one host, NVLink between all")

@@ -270,37 +270,6 @@ def test_training_equals_the_unsharded_model(settings: dict[str, Any]) -> None:
     assert max(run(train, {}, settings)) < 1e-10
 
 
-def losses(rank: int, name: str) -> list[float]:
-    """Of a model whose gradients travel in 16 bits, over eight steps."""
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    torch.manual_seed(0)
-    model = Net().to(device)
-    options = {"smallest_mib": 0} if name == "symmetric" else {}
-    config = polyshard.ShardConfig(
-        collectives={"name": name, **options},
-        precision="bf16",
-        policy={"name": "module_class", "classes": [nn.Linear]},
-        batch_nbytes=0,
-    )
-    polyshard.shard(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
-    for step in range(8):
-        x = torch.randn(16, 96, generator=torch.Generator(device).manual_seed(step + 100 * rank), device=device)
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
-
-
-@needs_two
-def test_reductions_of_a_step_are_nccls_to_the_bit() -> None:
-    assert run(losses, "symmetric") == run(losses, "nccl")
-
-
 @needs_two
 def test_buffers_may_be_cut_from_one_piece_of_memory() -> None:
     assert max(run(train, {"reserve_mib": 64}, {"strategy": "shard_grad_op"})) < 1e-10

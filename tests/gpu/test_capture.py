@@ -310,31 +310,6 @@ def test_inputs_may_come_from_the_host_pinned_or_not() -> None:
         assert off < 1e-10
 
 
-def learning_rates(rank: int) -> tuple[float, float]:
-    """What a replay moves with a learning rate of nearly zero, and with the old one again."""
-    pair = Pair(rank)
-    for _ in range(4):
-        pair.step(pair.mine())
-    (rate,) = (group["lr"] for group in pair.optimizer.param_groups)
-    moved = []
-    # Not zero: with a learning-rate tensor torch divides by it, and elements that never had a gradient become NaN.
-    for value in (1e-12, 1e-2):
-        with polyshard.unsharded(pair.model):
-            before = [parameter.detach().clone() for parameter in pair.model.parameters()]
-        rate.fill_(value)
-        pair.step(pair.mine())
-        with polyshard.unsharded(pair.model):
-            pairs = zip(pair.model.parameters(), before, strict=True)
-            moved.append(max((now - then).abs().max().item() for now, then in pairs))
-    return moved[0], moved[1]
-
-
-def test_a_learning_rate_tensor_takes_effect_in_the_next_replay() -> None:
-    for still, moving in run(learning_rates):
-        assert still < 1e-9
-        assert moving > 1e-4
-
-
 def scheduled(rank: int, fused: bool) -> tuple[float, float, list[str]]:
     """As a loop is written that knows of no graphs: rates are numbers, and a state comes from a run without graphs."""
     pair = Pair(rank)

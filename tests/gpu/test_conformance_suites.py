@@ -1,4 +1,4 @@
-"""Built-in precision plugins, managers, policies and listeners against their contracts' suites, with models on CUDA."""
+"""Built-in precision plugins, managers and listeners against their contracts' suites, with models on CUDA."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from polyshard_plugins.finite import Finite
 from polyshard_plugins.offload import CpuOffload, NoOffload, OptimizerOffload, PartialOffload
 from polyshard_plugins.precision import Bf16, Fp16, Fp32
 from polyshard_plugins.trace import Trace
-from polyshard_policies.functions import Size
-from polyshard_testing import CollectivesSuite, ListenerSuite, OffloadSuite, PolicySuite, PrecisionSuite, plugin_context
+from polyshard_testing import CollectivesSuite, ListenerSuite, OffloadSuite, PrecisionSuite, plugin_context
 from suite_faults import names_of, passes
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +34,6 @@ CASES: dict[str, tuple[type[Any], Callable[[PluginContext], Any]]] = {
     "Fp16": (PrecisionSuite, Fp16),
     "Int8": (PrecisionSuite, lambda context: Int8(context, min_numel=0)),
     "Fp8": (PrecisionSuite, lambda context: Fp8(context, min_numel=0)),
-    "Size": (PolicySuite, lambda context: Size(context, min_num_params=250)),
     "Finite": (ListenerSuite, Finite),
 }
 

@@ -13,7 +13,7 @@ import torch
 from extended_models import IN, Layer, Net, Reference
 from parity import seed_all, units_of
 from processes import KeptRanks, device_of, gpu_ranks, settle_on_device
-from qlora import Block, adapted, base_bytes, loss_of, train
+from qlora import Block, adapted, base_bytes, train
 from torchao_tensors import trains_and_is_saved
 
 pytestmark = pytest.mark.gpu
@@ -125,17 +125,3 @@ def test_what_was_quantized_on_the_host_computes_on_the_device() -> None:
     for losses, wanted, same, _ in run(of_twenty_steps, torch.uint8, "host"):
         assert losses == pytest.approx(wanted, rel=5e-2)
         assert same
-
-
-def of_evaluation(rank: int) -> tuple[float, float]:
-    quiet()
-    device = device_of(rank)
-    plain, model = adapted(device=device).eval(), adapted(device=device).eval()
-    polyshard.shard(model, polyshard.ShardConfig(collectives="nccl", policy=units_of(Block)))
-    with torch.no_grad():
-        return loss_of(model, 0, rank, device).item(), loss_of(plain, 0, rank, device).item()
-
-
-def test_evaluation_gives_the_unsharded_models_loss() -> None:
-    for ours, wanted in run(of_evaluation):
-        assert ours == pytest.approx(wanted, rel=1e-5)

@@ -12,7 +12,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import polyshard
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +20,6 @@ from polyshard.interfaces import PluginContext, ReduceOp
 from polyshard_backends.nccl import NcclCollectives
 from polyshard_testing.collectives_checks import check_overlap
 from processes import KeptRanks, device_of, gpu_ranks
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 WORLD_SIZE = gpu_ranks(4)
@@ -96,42 +94,3 @@ def partition(rank: int) -> float | str:
 
 def test_a_part_of_the_job_is_partitioned_without_the_others() -> None:
     assert run(partition) == [1.0, 5.0, 5.0, "outside"]
-
-
-def train(rank: int) -> float:
-    """Largest difference to the unsharded model after three steps, where each stage shards a model of its own."""
-    device, parts = device_of(rank), mesh()
-    stage, place = parts.get_local_rank("stage"), parts.get_local_rank("dp")
-    worst = 0.0
-    # The second stage shards twice as many models.
-    for number in range(1 + stage):
-        torch.manual_seed(10 * stage + number)
-        reference = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 8)).to(device, torch.float64)
-        model = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 8)).to(device, torch.float64)
-        model.load_state_dict(reference.state_dict())
-        config = polyshard.ShardConfig(
-            collectives={"name": "nccl", "registered": False},
-            mesh=parts["dp"],
-            policy={"name": "module_class", "classes": [nn.Linear]},
-        )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*share one communicator")
-            polyshard.shard(model, config)
-            optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
-            for _ in range(3):
-                x = torch.randn(8, 24, device=device, dtype=torch.float64)
-                dist.broadcast(x, group=parts["dp"].get_group(), group_src=0)
-                model(x.chunk(2)[place]).square().mean().backward()
-                reference(x).square().mean().backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        with polyshard.unsharded(model):
-            pairs = zip(model.parameters(), reference.parameters(), strict=True)
-            worst = max(worst, *((one - other).abs().max().item() for one, other in pairs))
-        polyshard.close(model)
-    return worst
-
-
-def test_stages_that_shard_different_numbers_of_models_train() -> None:
-    assert max(run(train)) < 1e-12

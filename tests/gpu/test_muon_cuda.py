@@ -124,18 +124,6 @@ def test_twenty_steps_in_bf16_are_those_of_torchs_muon(shards: dict[str, Any]) -
         assert apart < 3 * rounding
 
 
-def against_the_formula(rank: int, shards: dict[str, Any]) -> float:
-    expected = trained(rank, FormulaMuon, torch.float64, None)
-    found = trained(rank, Muon, torch.float64, shards, dtype=torch.float64)
-    return max((found[name] - expected[name]).abs().max().item() for name in expected)
-
-
-@pytest.mark.parametrize("shards", [{}, {"strategy": "no_shard"}], ids=str)
-def test_twenty_steps_in_fp64_equal_the_formula(shards: dict[str, Any]) -> None:
-    for apart in run(against_the_formula, shards):
-        assert apart < 1e-9
-
-
 def captured_and_eager(rank: int, dtype: torch.dtype, tensor_lr: bool) -> tuple[float, float, list[str]]:
     """How far captured steps end from eager ones, how far both went, and how the captured ones ran."""
     device = device_of(rank)

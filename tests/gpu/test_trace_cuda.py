@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch
 from parity import local
 from polyshard.interfaces import PluginContext
 from polyshard_plugins.trace import Lane, StepTrace, Trace, read_trace
-from processes import RankPool, device_of, gpu_ranks, settle_on_device
 from torch import nn
 
 pytestmark = pytest.mark.gpu
@@ -220,39 +217,3 @@ def test_a_capture_is_not_disturbed_by_steps_that_wait_to_be_written(tmp_path: P
     assert x.tolist() == [2.0] * 8
     trace.flush()
     assert [path.name for path in tmp_path.iterdir()] == ["step-1-rank-0.json"]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    if gpu_ranks() < 2:
-        pytest.skip("needs two GPUs")
-    with RankPool(2, backend="nccl") as pool:
-        yield pool
-
-
-def train_on_nccl(rank: int, folder: str, precision: str) -> float:
-    """The largest difference between a traced training and one without."""
-    device = settle_on_device(rank)
-    torch.manual_seed(0)
-    reference = Net().to(device)
-    results = []
-    for listeners in ([], [{"name": "trace", "folder": folder, "ranks": "all", "picture": "none"}]):
-        model = copy.deepcopy(reference)
-        config = polyshard.ShardConfig(
-            policy={"name": "module_class", "classes": [Block]}, precision=precision, listeners=listeners
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            polyshard.shard(model, config)
-            results.append(train(model))
-    return max((one - other).abs().sum().item() for one, other in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("precision", ["none", "bf16"])
-def test_every_rank_writes_its_own_step(pool: RankPool, tmp_path: Path, precision: str) -> None:
-    assert pool.run(train_on_nccl, str(tmp_path), precision, timeout=90.0) == [0.0, 0.0]
-    for rank in range(2):
-        trace = read_trace(tmp_path / f"step-3-rank-{rank}.json")
-        assert (trace.rank, trace.device) == (rank, str(device_of(rank)))
-        assert_operations(trace)
-        assert any(each.start_us < each.end_us for each in trace.of(Lane.GATHER))

@@ -5,16 +5,11 @@ CPU twins: ``tests/diagnose/test_replicas.py``, ``tests/plugins/test_finite.py``
 
 from __future__ import annotations
 
-import math
-import warnings
-
 import polyshard
 import pytest
 import torch
 from parity import local
-from polyshard.errors import NonFiniteError, RankMismatchError
-from polyshard.interfaces import PluginContext
-from polyshard_plugins.finite import Finite
+from polyshard.errors import RankMismatchError
 from processes import KeptRanks, gpu_ranks
 from torch import nn
 
@@ -63,31 +58,3 @@ def test_a_flipped_bit_of_a_replica_is_named(dtype: torch.dtype) -> None:
         # Of two ranks, nobody knows which is right.
         which = "[0], [1] agree among themselves" if WORLD_SIZE == 2 else "on ranks [1] it is not what it is on"
         assert which in text
-
-
-def spoil(rank: int) -> str:
-    device = torch.device("cuda", torch.cuda.current_device())
-    watch = Finite(PluginContext("finite", device, rank=rank))
-    model = net(device)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(NO_SHARD|registering it failed)")
-        polyshard.shard(model, polyshard.ShardConfig(policy=POLICY, precision="bf16", listeners=[watch]))
-        batch = torch.ones(16, 64, device=device)
-        model(batch).sum().backward()
-        watch.check(model)
-        with torch.no_grad():
-            for parameter in model[2].parameters():
-                parameter.fill_(math.inf)
-        model(batch).sum().backward()
-    try:
-        watch.check(model)
-    except NonFiniteError as error:
-        return str(error)
-    finally:
-        polyshard.close(model)
-    return ""
-
-
-def test_the_first_unit_that_is_not_finite_is_named() -> None:
-    for rank, text in enumerate(RANKS.run(WORLD_SIZE, spoil, timeout=60.0)):
-        assert f"The output of unit '2' was not finite in step 2 (rank {rank}), and 1 more after it." in text

@@ -12,7 +12,18 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning_ranks import BATCH, CONFIG, Pairs, Regression, built, lightnings_warnings, loader, on_ranks, trainer
+from lightning_ranks import (
+    BATCH,
+    CONFIG,
+    Adversaries,
+    Pairs,
+    Regression,
+    built,
+    lightnings_warnings,
+    loader,
+    on_ranks,
+    trainer,
+)
 from parity import Block
 from polyshard import ShardConfig, checkpoint
 from polyshard.errors import ConfigError, UnsupportedError
@@ -91,29 +102,8 @@ def test_a_run_that_resumes_is_the_run_that_did_not_stop(tmp_path: Path, form: s
         assert kinds == sorted(f"{name}.ckpt{end}" for name in names)
 
 
-class Two(lightning.LightningModule):
-    """Two optimizers in turns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.one, self.other = built(), built()
-        self.losses: list[float] = []
-
-    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.Adam(self.one.parameters()), torch.optim.SGD(self.other.parameters(), 0.1, momentum=0.9)]
-
-    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> None:
-        for model, optimizer in zip((self.one, self.other), self.optimizers(), strict=True):
-            loss = nn.functional.mse_loss(model(batch[0]), batch[1])
-            self.manual_backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            self.losses.append(loss.item())
-
-
 def resume_two(rank: int, folder: str, form: str) -> tuple[list[float], list[float]]:
-    straight, stopped, resumed = Two(), Two(), Two()
+    straight, stopped, resumed = Adversaries(), Adversaries(), Adversaries()
     trainer(folder, strategy(form), max_epochs=2).fit(straight, loader(3))
     stops = trainer(folder, strategy(form), max_epochs=1)
     stops.fit(stopped, loader(3))

@@ -14,7 +14,7 @@ from parity import on_ranks, threaded, units_of
 from polyshard.errors import ConfigError, ParameterError, ParameterMovedError
 from polyshard_backends.threaded import ThreadedWorld
 from processes import KeptRanks
-from qlora import Block, Net, adamw, adapted, base, base_bytes, bytes_of, loss_of, on_meta, train
+from qlora import Block, Net, adapted, base, base_bytes, bytes_of, loss_of, on_meta, train
 from torch import nn
 
 with warnings.catch_warnings(action="ignore"):
@@ -285,44 +285,3 @@ def test_polyshard_trainer_trains_and_saves_adapters(tmp_path: Path, storage: st
             assert torch.equal(bytes_of(found["read"][name]), bytes_of(value))
             if "lora" not in name:
                 assert torch.equal(bytes_of(base_of[name]), bytes_of(value))
-
-
-def of_accelerate(rank: int, folder: str) -> tuple[list[float], list[float]]:
-    warnings.simplefilter("ignore")
-    from polyshard_accelerate import Accelerator
-
-    plain = adapted()
-    wanted = [step[rank] for step in train(plain, [0, 1])]
-    losses = []
-    accelerator = Accelerator(shard=polyshard.ShardConfig(policy=units_of(Block)), cpu=True)
-    model = adapted()
-    model, optimizer = accelerator.prepare(model, adamw(model))
-    for turn in range(20):
-        if turn == 10:
-            accelerator.save_state(f"{folder}/state")
-        loss = loss_of(model, turn, rank)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    with polyshard.unsharded(model):
-        found, expected = base_bytes(model), base_bytes(plain)
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-    accelerator.load_state(f"{folder}/state")
-    assert loss_of(model, 10, rank).item() == losses[10]
-    adapters = accelerator.get_state_dict(model)
-    accelerator.unwrap_model(model).save_pretrained(
-        f"{folder}/adapters", is_main_process=accelerator.is_main_process, state_dict=adapters
-    )
-    accelerator.wait_for_everyone()
-    read = peft.PeftModel.from_pretrained(base(), f"{folder}/adapters").train()
-    assert loss_of(read, 10, rank).item() == pytest.approx(losses[10], **CLOSE)
-    return losses, wanted
-
-
-@pytest.mark.slow
-def test_accelerate_trains_saves_and_goes_on(tmp_path: Path) -> None:
-    import accelerate_ranks
-
-    for losses, wanted in accelerate_ranks.on_ranks(2, of_accelerate, str(tmp_path)):
-        assert losses == pytest.approx(wanted, **CLOSE)

@@ -19,6 +19,7 @@ from transformers_runs import (
     STEPS,
     VOCABULARY,
     arguments,
+    counted_gathers,
     curve,
     launched,
     make_model,
@@ -672,27 +673,14 @@ def test_a_trainer_that_saves_and_evaluates_in_its_own_way_is_given_a_whole_mode
 def generate(rank: int, family: str) -> dict[str, Any]:
     quiet()
     import polyshard
-    from polyshard.interfaces import Listener, Observer, UnitEvent, UnitOperation, UnitSpec
     from polyshard_transformers import register_generate
 
     plain = make_model(family).eval()
     prompt = torch.arange(3, 3 + 4 * (rank + 1)).view(2, -1) if family != "vit" else None
     settings = {"max_new_tokens": 4 + 5 * rank, "do_sample": False, "min_new_tokens": 4 + 5 * rank}
     wanted = plain.generate(prompt, **settings)
-    gathers: list[str] = []
-
-    def count(event: UnitEvent) -> None:
-        if event.begins and event.operation is UnitOperation.GATHER:
-            gathers.append(event.unit.name)
-
-    class Gathers(Listener):
-        api_version = 1
-
-        @polyshard.hookimpl
-        def make_observer(self, unit: UnitSpec) -> Observer:
-            return count
-
-    model = polyshard.shard(make_model(family).eval(), shard_config(listeners=[Gathers()]))
+    listener, gathers = counted_gathers()
+    model = polyshard.shard(make_model(family).eval(), shard_config(listeners=[listener]))
     register_generate(model)
     got = model.generate(prompt, **settings)
     counted = len(gathers)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from polyshard.errors import ConfigError
 from processes import KeptRanks
-from transformers_runs import VOCABULARY, launched, make_model, parameters, quiet, shard_config
+from transformers_runs import VOCABULARY, counted_gathers, launched, make_model, parameters, quiet, shard_config
 
 pytest.importorskip("trl")
 
@@ -128,7 +128,6 @@ def train_both(rank: int, folder: str, kind: str, settings: dict[str, Any]) -> d
     """A sharded run; on rank 0, TRL's own, too."""
     quiet()
     import polyshard
-    from polyshard.interfaces import Listener, Observer, UnitEvent, UnitOperation, UnitSpec
     from transformers import TrainerCallback
 
     if rank == 0:
@@ -136,19 +135,8 @@ def train_both(rank: int, folder: str, kind: str, settings: dict[str, Any]) -> d
         for name in ("ours", "plain"):
             write_rows(kind, f"{folder}/{name}-rows")
     torch.distributed.barrier()
-    gathers: list[str] = []
+    listener, gathers = counted_gathers()
     generated: list[int] = []
-
-    def count(event: UnitEvent) -> None:
-        if event.begins and event.operation is UnitOperation.GATHER:
-            gathers.append(event.unit.name)
-
-    class Gathers(Listener):
-        api_version = 1
-
-        @polyshard.hookimpl
-        def make_observer(self, unit: UnitSpec) -> Observer:
-            return count
 
     class CountsGenerate(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
@@ -163,7 +151,7 @@ def train_both(rank: int, folder: str, kind: str, settings: dict[str, Any]) -> d
             model.generate = generate
 
     with launched(rank, 2), repeatable(rank * SIZES[kind][1]):
-        trainer = make_trainer(kind, f"{folder}/ours", 2, f"{folder}/base", listeners=[Gathers()], **settings)
+        trainer = make_trainer(kind, f"{folder}/ours", 2, f"{folder}/base", listeners=[listener], **settings)
         trainer.add_callback(CountsGenerate())
         trainer.train()
         found: dict[str, Any] = {

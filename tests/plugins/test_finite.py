@@ -9,13 +9,12 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from parity import Block, Net, draw, local, on_ranks, seeded, threaded, units_of
+from parity import Block, Net, draw, on_ranks, seeded, threaded, units_of
 from polyshard.errors import NonFiniteError
 from polyshard.interfaces import PluginContext
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.finite import Finite
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 CPU = torch.device("cpu")
 
@@ -114,35 +113,6 @@ def test_containers_are_looked_into_and_the_whole_model_is_the_root() -> None:
         with pytest.raises(NonFiniteError, match=r"unit '\(root\)' was not finite in step 1 \(rank [01]\)\. "):
             watch.check(model)
         watch.check(model)
-
-    on_ranks(2, on_rank)
-
-
-class Recomputed(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        result: torch.Tensor = self.last(x)
-        return result
-
-
-def test_numbers_are_those_without_it_and_recomputation_is_no_other_step() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> None:
-        watch = listener(rank)
-        plain = polyshard.shard(seeded(Recomputed), threaded(world, rank, policy=units_of(Block)))
-        model = watched(seeded(Recomputed), rank, world, watch)
-        for each in (plain, model):
-            each(draw(4, 3, rank=rank)).square().mean().backward()
-        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-            assert one.grad is not None
-            assert other.grad is not None
-            assert torch.equal(local(one.grad), local(other.grad))
-        watch.check(model)
-        with torch.no_grad():
-            model(torch.full_like(draw(4, 3), math.nan))
-        with pytest.raises(NonFiniteError, match=r"unit 'blocks.0' was not finite in step 2 "):
-            watch.check(model)
 
     on_ranks(2, on_rank)
 

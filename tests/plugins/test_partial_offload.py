@@ -6,14 +6,11 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import polyshard
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from parity import (
     Block,
     Net,
@@ -26,14 +23,12 @@ from parity import (
     sharded_copy,
     square_step,
     stepping,
-    threaded,
     units_of,
-    whole,
 )
 from polyshard import ShardConfig
 from polyshard.interfaces import OffloadManager, UnitSpec
 from polyshard_backends.threaded import ThreadedWorld
-from polyshard_plugins.offload import ByBudget, CpuOffload, OptimizerOffload, PartialOffload
+from polyshard_plugins.offload import CpuOffload, OptimizerOffload, PartialOffload
 from polyshard_testing import OffloadSuite, plugin_context
 from torch import nn
 
@@ -129,23 +124,6 @@ def spec(numel: int, trained: bool, index: int) -> UnitSpec:
     return UnitSpec(f"layers.{index}", nn.Linear, (), numel, numel, torch.float32, CPU, False, trained=trained)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=8), st.integers(0, 2000), st.sampled_from([0, 1, 2])
-)
-def test_what_stays_fits_the_budget_and_what_is_offloaded_would_not(
-    sizes: list[tuple[int, bool]], nbytes: int, states: int
-) -> None:
-    units = [spec(numel, trained, index) for index, (numel, trained) in enumerate(sizes)]
-    offloaded = ByBudget(nbytes, states).offloaded(units)
-    taken = 0
-    for unit in units:
-        # fp32: master, gradient, states; a frozen unit has a master alone.
-        own = 4 * unit.shard_numel * (2 + states if unit.trained else 1)
-        assert (unit in offloaded) == (taken + own > nbytes)
-        taken += 0 if unit in offloaded else own
-    assert taken <= nbytes
-
-
 class Adapted(nn.Module):
     """A frozen matrix and what is trained beside it: two units of one module."""
 
@@ -178,23 +156,6 @@ def test_one_module_with_a_unit_here_and_one_on_the_host() -> None:
         settings={"policy": units_of(Adapted)},
         wrap=each_with_its_own(device_bytes=128, inner="optimizer"),
     )
-
-
-def test_a_model_without_values_is_offloaded_in_part() -> None:
-    def on_rank(rank: int, world: ThreadedWorld) -> tuple[tuple[str, ...], dict[str, torch.Tensor]]:
-        with torch.device("meta"):
-            empty = Net().double()
-        torch.manual_seed(rank)
-        model = polyshard.shard(
-            empty,
-            threaded(world, rank, offload=partial(units="blocks.1"), **BLOCKS),
-            initializer=lambda module: [nn.init.ones_(each) for each in module.parameters(recurse=False)],
-        )
-        return polyshard.report(model).offloaded, whole(model)
-
-    for offloaded, parameters in on_ranks(2, on_rank):
-        assert offloaded == ("blocks.1",)
-        assert all(value.eq(1).all() for value in parameters.values())
 
 
 # --- training ---
@@ -248,23 +209,3 @@ def test_what_no_sync_left_is_delivered_by_a_backward_that_reaches_no_offloaded_
     for (name, wanted), found in zip(whole.named_parameters(), sharded.parameters(), strict=True):
         assert found.grad is not None, name
         torch.testing.assert_close(local(found.grad), wanted.grad, rtol=1e-12, atol=1e-12)
-
-
-# --- state ---
-
-
-def test_by_name_from_a_file_with_an_inner_manager(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(
-        """
-        [shard]
-        collectives = { name = "fake", world_size = 2 }
-        policy = { name = "module_class", classes = "parity:Block" }
-
-        [shard.offload]
-        name = "partial"
-        units = ["blocks.[0-1]"]
-        inner = { name = "optimizer", inner = { name = "cpu", pin_memory = false } }
-        """
-    )
-    model = polyshard.shard(Net(), polyshard.ShardConfig.from_toml(tmp_path / "run.toml"))
-    assert polyshard.report(model).offloaded == ("blocks.0", "blocks.1")

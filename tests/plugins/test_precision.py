@@ -175,9 +175,6 @@ def test_inputs_are_cast_where_the_settings_say_so() -> None:
     assert Mixed(context(), reduce="bf16").input_cast(root) is None
 
 
-# Casts
-
-
 # Settings that are refused
 
 

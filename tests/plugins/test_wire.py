@@ -1,6 +1,6 @@
 """Gathers of eight bits with a scale a block: what arrives, what travels, and that models train with it.
 
-Twin on CUDA: ``gpu/test_wire_cuda.py``.
+Twin on CUDA: ``gpu/test_eight_bits_cuda.py``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from parity import Block, Net, draw, local, on_ranks, seeded, sharded_copy, units_of
 from polyshard.interfaces import PluginContext, PrecisionCaster, UnitSpec
 from polyshard_backends.fake import FakeCollectives
@@ -70,68 +68,6 @@ def test_what_arrives_follows_the_formula(case: str, name: str, block: int) -> N
     torch.testing.assert_close(
         sent_and_back(shard, name, block).double(), decoded(shard, name, block), rtol=3e-7, atol=0.0, equal_nan=True
     )
-
-
-def half_a_step(block: torch.Tensor, name: str) -> torch.Tensor:
-    """The largest error of each value: for fp8, half of an eighth of it, or of the smallest step."""
-    largest = float(block.abs().max())
-    if name == "int8":
-        return torch.full_like(block, max(largest / 127, 2.0**-126) / 2)
-    return (block.abs() * 2.0**-4).clamp(min=max(largest / 448, 2.0**-126) * 2.0**-10)
-
-
-@pytest.mark.slow
-@settings(max_examples=120, deadline=None)
-@given(
-    st.sampled_from(["int8", "fp8"]),
-    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
-)
-def test_values_err_by_half_a_step_at_most(name: str, values: list[float]) -> None:
-    shard = torch.tensor(values, dtype=torch.float32)
-    back = sent_and_back(shard, name, 16)
-    for block, arrived in zip(shard.double().split(16), back.double().split(16), strict=True):
-        assert bool(((arrived - block).abs() <= half_a_step(block, name) * (1 + 1e-4)).all())
-
-
-def test_values_in_the_middle_go_to_the_even_code() -> None:
-    shard = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, 127.0])
-    assert sent_and_back(shard, "int8", 16).tolist() == [0.0, 2.0, 2.0, 0.0, -2.0, 127.0]
-    # Between 16 and 32, fp8 has even numbers alone.
-    shard = torch.tensor([17.0, 19.0, 21.0, -17.0, -19.0, 448.0])
-    assert sent_and_back(shard, "fp8", 16).tolist() == [16.0, 20.0, 20.0, -16.0, -20.0, 448.0]
-
-
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_what_is_not_finite_makes_its_block_nan_and_no_other(name: str) -> None:
-    back = sent_and_back(CASES["not finite"](), name, 16).view(10, 16)
-    assert back.isnan().all(1).nonzero().flatten().tolist() == [1, 4, 7]
-    assert back.isfinite().all(1).sum() == 7
-
-
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_the_largest_values_arrive_and_zeros_stay_zeros(name: str) -> None:
-    largest = CASES["largest"]()
-    torch.testing.assert_close(sent_and_back(largest, name, 16), largest, rtol=1e-6, atol=0.0)
-    assert sent_and_back(torch.zeros(300), name, 128).tolist() == [0.0] * 300
-    # 1e300 is infinite in fp32, as in a gather in bf16.
-    assert sent_and_back(torch.tensor([1e300], dtype=torch.float64), name, 16).isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("numel", "block", "nbytes"),
-    [
-        (1, 128, 16 + 16),
-        (128, 128, 128 + 16),
-        (129, 128, 144 + 16),
-        (1000, 128, 1008 + 32),
-        (1000, 16, 1008 + 256),
-        # 65536 bytes and more: a multiple of 256.
-        (70001, 128, 72448),
-        (1 << 20, 128, (1 << 20) + (1 << 15)),
-    ],
-)
-def test_bytes_are_codes_scales_and_padding(numel: int, block: int, nbytes: int) -> None:
-    assert BlockCode(Number.INT8, block).nbytes(numel) == nbytes
 
 
 def unit(numel: int, shard_numel: int, **changes: Any) -> UnitSpec:

@@ -14,7 +14,7 @@ from parity import Net, assert_parity, seeded, square_step
 from polyshard.errors import ConfigError
 from polyshard.interfaces import PluginContext, PolicyContext, WrapPolicy
 from polyshard.planning.plan import plan_modules
-from polyshard_policies.budget import Budget, Link
+from polyshard_policies.budget import Budget
 from polyshard_testing import PolicySuite
 from torch import nn
 
@@ -343,16 +343,6 @@ def test_reasons_say_sizes_and_the_link() -> None:
     plan = plain.plan(tower, PolicyContext(shards=2))
     reasons = [plain.reason(module, "") for module in plan]
     assert reasons[0] == "1.0 k parameters: 4.0 kB gathered, of the 67.1 MB that a unit may take"
-
-
-def test_the_time_of_a_gather() -> None:
-    link = Link(1e-5, 1e9)
-    # Three of four parts travel: 3 ms.
-    assert link.seconds(4_000_000, 4) == pytest.approx(3.01e-3)
-    assert link.share(4_000_000, 4) == pytest.approx(3 / 3.01)
-    for share in (0.1, 0.5, 0.9):
-        assert link.share(link.least_nbytes(share, 4), 4) == pytest.approx(share)
-    assert link.seconds(4_000_000, 1) == 0.0
 
 
 # --- what is refused ---

@@ -125,6 +125,3 @@ def test_one_text_is_said_once_a_process_by_rank_0_unless_a_filter_wants_it_alwa
             )
             polyshard.shard(Once(), config)
     assert [each.filename for each in told] == [__file__] * times
-
-
-# The command.

@@ -12,7 +12,6 @@ import polyshard
 import pytest
 import torch
 from fake_distribution import install
-from hypothesis import strategies as st
 from polyshard import ShardConfig, registry
 from polyshard.errors import ConfigError, PluginContractError, PluginNotFoundError
 from polyshard.interfaces import Group, PluginContext, PolicyContext, UnitPlan, WrapPolicy
@@ -151,9 +150,6 @@ def test_size_counts_a_shared_parameter_where_it_comes_first() -> None:
     tied[1].weight = tied[0].weight
     assert names(Size(CONTEXT, min_num_params=30), tied) == ["0"]
     assert names(Size(CONTEXT, min_num_params=5), tied) == ["0", "1"]
-
-
-trees = st.recursive(st.integers(1, 9), lambda inner: st.lists(inner, min_size=1, max_size=3), max_leaves=8)
 
 
 @pytest.mark.parametrize("value", [-1, 1e8, "40", True])
@@ -337,31 +333,6 @@ def only_norms(module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> b
 )
 def test_python_forms_of_a_policy(form: Any, root: type[nn.Module], expected: list[str]) -> None:
     assert names(as_policy(form, CONTEXT).policy, root()) == expected
-
-
-def test_a_recursive_function_is_told_what_is_left() -> None:
-    asked: list[tuple[int, bool, int]] = []
-    root = nested_linears()
-    index = {module: number for number, module in enumerate(root.modules())}
-
-    def ask(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        asked.append((index[module], recurse, nonwrapped_numel))
-        return recurse or module is root[2][0]
-
-    assert names(as_policy(ask, CONTEXT).policy, root) == ["2.0"]
-    assert asked == [
-        (0, True, 120),
-        (1, True, 30),
-        (1, False, 30),
-        (2, True, 30),
-        (2, False, 30),
-        (3, True, 60),
-        (4, True, 30),
-        (4, False, 30),
-        (5, True, 30),
-        (5, False, 30),
-        (3, False, 30),
-    ]
 
 
 @pytest.mark.parametrize(

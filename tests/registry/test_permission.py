@@ -17,7 +17,7 @@ from polyshard.registry import PluginState, installed, resolve
 from polyshard_tools.cli.main import main
 from polyshard_tools.doctor.checks import plugins, variables
 from polyshard_tools.doctor.machine import Machine
-from processes import run_processes, run_script
+from processes import run_processes
 from refusal import Tower, refused, silent
 from torch import nn
 
@@ -220,39 +220,3 @@ def test_ranks_are_told_that_their_variables_differ(site: Site) -> None:
     for text in run_processes(2, with_variable_of_its_own, str(site.folder)):
         assert f"['{ALLOWED}', 'acme-marks']" in text
         assert f"['{ALLOWED}', 'acme-marks', 'other']" in text
-
-
-#: Says on its last line which modules of the site it has imported.
-NAMED_ALONE = """
-import sys
-from pathlib import Path
-import torch
-import polyshard
-from polyshard import checkpoint
-
-def marks():
-    return sorted(name for name in sys.modules if name.startswith("acme_marks"))
-
-assert marks() == []
-collectives = {"name": "fake", "world_size": 1}
-for policy in ("always", "one"):
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    polyshard.shard(model, polyshard.ShardConfig(collectives=collectives, policy=policy))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    folder = Path(sys.argv[1], policy)
-    checkpoint.load(checkpoint.save(folder, 1, model, optimizer), model, optimizer)
-    print(policy, *marks())
-"""
-
-
-@pytest.mark.slow
-def test_nothing_is_imported_but_what_was_named(site: Site, tmp_path: Path) -> None:
-    # A script finds what lies beside it.
-    script = site.folder / "named_alone.py"
-    script.write_text(NAMED_ALONE)
-    ended = run_script(0, script, [str(tmp_path / "saved")])
-    assert ended.codes == [0], ended.errors
-    assert ended.output.splitlines() == ["always", "one acme_marks_one"]
-    assert site.imported == {"one"}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import sys
 from collections.abc import Callable
-from importlib.metadata import PathDistribution
 from pathlib import Path
 from typing import Any
 
@@ -85,37 +83,6 @@ def test_a_package_installed_after_the_first_look_is_seen(site: Path) -> None:
         resolve(Group.POLICIES, "late")
     install(site, "acme-late", "1.0", [(POLICIES, "late", "acme_late:Blocks")], {"acme_late": POLICY_SOURCE})
     assert resolve(Group.POLICIES, "late").distribution == "acme-late"
-
-
-def test_a_package_is_read_once_however_many_plugins_it_offers_and_often_it_is_asked(
-    site: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = [f"read{number}" for number in range(3)]
-    offers = [(POLICIES, name, "acme_read:Blocks") for name in names]
-    install(site, "acme-read", "1.0", offers, {"acme_read": POLICY_SOURCE})
-    install(site, "acme-other", "1.0", [(POLICIES, "other", "acme_read:Blocks")])
-    read: list[str] = []
-    read_text = PathDistribution.read_text
-
-    def counted(self: PathDistribution, filename: str) -> str | None:
-        text = read_text(self, filename)
-        if filename == "METADATA" and text is not None and "Name: acme-" in text:
-            read.append(text)
-        return text
-
-    monkeypatch.setattr(PathDistribution, "read_text", counted)
-    # Other tests write into folders of tests, which reads everything again.
-    steady = [path for path in sys.path if path not in ("", os.getcwd()) and "tests" not in Path(path).parts]
-    monkeypatch.setattr(sys, "path", steady)
-    # The import writes bytecode beside the module: the second call reads what is installed once more.
-    for _ in range(2):
-        resolve(Group.POLICIES, "read0")
-    assert len(read) in (2, 4)
-    read.clear()
-    for name in names:
-        resolve(Group.POLICIES, name)
-    assert {plugin.name for plugin in installed(Group.POLICIES)} >= {*names, "other"}
-    assert read == []
 
 
 def test_unknown_name_suggests_and_lists_without_importing(site: Path) -> None:
@@ -315,22 +282,6 @@ def test_fingerprint_of_an_object_has_no_package(context: PluginContext) -> None
     [row] = fingerprint(construct(resolve(Group.POLICIES, EveryChild()), context))
     told = {"name": "EveryChild", "is": f"{__name__}:EveryChild", "from": "the program"}
     assert row == ["polyshard.policies", told]
-
-
-def test_listing_shows_where_a_plugin_comes_from(site: Path) -> None:
-    install(site, "acme-edit", "3.1", [(POLICIES, "edited", "acme_edited:Blocks")], {"acme_edited": POLICY_SOURCE})
-    assert by_name(Group.POLICIES, "edited") == [
-        Installed(
-            group=Group.POLICIES,
-            name="edited",
-            value="acme_edited:Blocks",
-            distribution="acme-edit",
-            version="3.1",
-            state=PluginState.READY,
-            error="",
-            file=str(site / "acme_edited.py"),
-        )
-    ]
 
 
 @pytest.mark.parametrize(

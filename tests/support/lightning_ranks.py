@@ -134,6 +134,38 @@ class Regression(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Adversaries(lightning.LightningModule):
+    """Two models and two optimizers, which take turns in one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.critics = built(), nn.ModuleList([built()])
+        self.losses: list[float] = []
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (self.generator, self.critics)]
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> None:
+        one, other = self.optimizers()
+        x, y = batch
+        self.toggle_optimizer(one)
+        loss = nn.functional.mse_loss(self.generator(x), y)
+        self.manual_backward(loss)
+        self.clip_gradients(one, 0.1, "norm")
+        one.step()
+        one.zero_grad()
+        self.untoggle_optimizer(one)
+        self.toggle_optimizer(other)
+        towards = self.generator(x).detach()
+        second = nn.functional.mse_loss(self.critics[0](x), towards)
+        self.manual_backward(second)
+        other.step()
+        other.zero_grad()
+        self.untoggle_optimizer(other)
+        self.losses += [loss.item(), second.item()]
+
+
 def loader(steps: int, dtype: torch.dtype = torch.float64, world_size: int = 2) -> DataLoader[Any]:
     """Batches for ``steps`` steps of all ranks together, in one order; this rank's part of them."""
     pairs = Pairs(steps * BATCH * world_size, dtype)

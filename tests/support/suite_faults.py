@@ -22,7 +22,7 @@ class Fault:
 
     make: Callable[[], Any]
     fails: str
-    """Name of the test, without ``test_``, that fails over it, and no other does."""
+    """Name of the test, without ``test_``, that fails over it."""
 
 
 def fault(sound: type[Any], fails: str, name: str, **body: Any) -> Any:
@@ -66,23 +66,19 @@ def names_of(suite: type[Any]) -> set[str]:
 #: Tests of the base of all suites, which ``plugin_faults`` are for.
 EVERY_PLUGINS = names_of(LocalPluginSuite)
 
-#: Whether all tests are run, or those that are to fail: `make test-nightly` shows that the others pass.
-WITH_OTHERS = pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.nightly)])
 
-
-def failing(suite: type[Any], fault: Fault, others: bool) -> set[str]:
-    """Names of those of ``suite``'s tests, without ``test_``, that fail over the plugin."""
+def is_caught(suite: type[Any], fault: Fault) -> bool:
+    """Whether the test that the fault is for fails over the plugin."""
 
     class Suite(suite):  # type: ignore[misc]
         def make(self) -> Any:
             return fault.make()
 
-    names = names_of(suite) if others else {fault.fails}
-    return {name for name in names if not passes(Suite(), f"test_{name}")}
+    return not passes(Suite(), f"test_{fault.fails}")
 
 
 def rules_of(faults: Sequence[Any]) -> set[str]:
-    """Names of the tests that one of ``faults`` fails alone."""
+    """Names of the tests that one of ``faults`` fails."""
     return {each.values[0].fails for each in faults}
 
 

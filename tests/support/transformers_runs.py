@@ -129,6 +129,27 @@ def plain_trainer(model: Any, folder: str, family: str, **settings: Any) -> Any:
     )
 
 
+def counted_gathers() -> tuple[Any, list[str]]:
+    """A listener, and the names of units as they are gathered."""
+    import polyshard
+    from polyshard.interfaces import Listener, Observer, UnitEvent, UnitOperation, UnitSpec
+
+    gathers: list[str] = []
+
+    def count(event: UnitEvent) -> None:
+        if event.begins and event.operation is UnitOperation.GATHER:
+            gathers.append(event.unit.name)
+
+    class Gathers(Listener):
+        api_version = 1
+
+        @polyshard.hookimpl
+        def make_observer(self, unit: UnitSpec) -> Observer:
+            return count
+
+    return Gathers(), gathers
+
+
 def curve(trainer: Any) -> list[tuple[float, float, float]]:
     """Loss, norm of the gradient and learning rate of each step."""
     entries = [entry for entry in trainer.state.log_history if "grad_norm" in entry]

@@ -31,7 +31,6 @@ from polyshard.errors import (
 from polyshard.interfaces import PolicyContext, UnitPlan, WrapPolicy
 from polyshard_tools.cli import main
 from polyshard_tools.explaining import explain
-from polyshard_tools.explaining.explanation import folded
 from torch import nn
 
 
@@ -539,21 +538,3 @@ def test_json_holds_every_unit(command: list[str], capsys: pytest.CaptureFixture
         },
         {"name": "overrides", "value": None, "source": {"origin": "default", "where": ""}},
     ]
-
-
-# Folding
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", []),
-        ("abc", ["a", "b", "c"]),
-        ("aaab", ["aaa", "b"]),
-        ("rababab", ["r", "aaa", "bbb"]),
-        # A pattern of several goes before what repeats inside of it.
-        ("rqqogqqogh", ["r", "qq", "qq", "oo", "gg", "h"]),
-    ],
-)
-def test_patterns_fold_as_a_whole(text: str, expected: list[str]) -> None:
-    assert ["".join(fold) for fold in folded(text, list(text))] == expected

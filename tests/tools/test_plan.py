@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,6 @@ from typing import Any
 import polyshard
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from parity import local, peak_of_live_bytes
 from polyshard import ShardConfig
 from polyshard.errors import ConfigError, UnsupportedError
@@ -27,14 +23,11 @@ from polyshard_tools.forecast import (
     Plan,
     ShapedBatches,
     Span,
-    find_device,
     find_optimizer,
-    largest_fitting,
     plan,
     timed,
 )
 from polyshard_tools.forecast.recording import (
-    BLOCK_NBYTES,
     Begin,
     Bound,
     Issued,
@@ -134,37 +127,6 @@ def test_microbatches_gather_each_time_and_reduce_once() -> None:
 # Memory, beside real runs.
 
 
-def saved_by_autograd(model: nn.Module, x: torch.Tensor) -> int:
-    """Bytes of the storages that a real forward on the CPU saves, parameters and input apart, in whole blocks."""
-    apart = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), x)}
-    kept: dict[int, int] = {}
-    held: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        held.append(tensor)
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in apart:
-            kept[storage.data_ptr()] = -(-storage.nbytes() // BLOCK_NBYTES) * BLOCK_NBYTES
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(x)
-    return sum(kept.values())
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_activations_are_what_autograd_saves(recomputes: bool) -> None:
-    found = planned(1, model=on_meta(recomputes=recomputes))
-    # Of a checkpointed layer the hooks see its input: what its own hooks hold instead is what they are for.
-    actual = saved_by_autograd(Tower(recomputes=recomputes), torch.zeros(ROWS, WIDTH))
-    loss = BLOCK_NBYTES
-    if recomputes:
-        # Inputs of the layers and of the last matrix, and the last matrix's output, whose square is taken.
-        actual = (DEPTH + 2) * ROWS * WIDTH * 4
-    assert found.saved_nbytes == actual + loss
-    assert actual == (DEPTH + 2 if recomputes else 3 * DEPTH + 2) * ROWS * WIDTH * 4
-
-
 class Exchanging(FakeCollectives):
     """Receives the gradients of 16 bits of all ranks before it adds them up, as a plan expects."""
 
@@ -262,26 +224,6 @@ def test_what_travels_slows_compute_beside_it() -> None:
 # The largest batch.
 
 
-@given(
-    pieces=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 2000)), min_size=1, max_size=4),
-    samples=st.integers(1, 64),
-    limit=st.integers(0, 20000),
-)
-def test_the_largest_batch_fits_and_one_more_does_not(pieces: list[tuple[int, int]], samples: int, limit: int) -> None:
-    tried = Counter[int]()
-
-    def peak_of(number: int) -> int:
-        tried[number] += 1
-        # The most at several moments, each a line; at least a byte a sample.
-        return max(slope * number + base for slope, base in [(1, 0), *pieces])
-
-    found = largest_fitting(peak_of, samples, peak_of(samples), limit)
-    if found:
-        assert peak_of(found) <= limit
-        assert peak_of(found + 1) > limit
-    assert found > 0 or peak_of(1) > limit
-
-
 @pytest.mark.slow
 def test_the_largest_batch_is_traced() -> None:
     one, more = planned(2, samples=1), planned(2, samples=300)
@@ -366,11 +308,3 @@ def test_auto_is_planned_as_released_and_told() -> None:
     found = planned(4, precision="bf16", reshard_after_forward="auto")
     assert found.peak == planned(4, precision="bf16").peak
     assert "'auto'" in found.notes[0]
-
-
-def test_a_plan_is_plain_json() -> None:
-    found = planned(2, device=find_device("h200"))
-    told = json.loads(json.dumps(found.to_dict()))
-    assert told["peak_nbytes"] == sum(told["peak"].values()) == found.peak_nbytes
-    assert told["fits"] is True
-    assert told["time"]["step_s"] >= told["time"]["device_s"] > 0
