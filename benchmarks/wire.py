@@ -24,7 +24,7 @@ from contenders import contender
 from curves import CURVE, Configure, alone_environment, curves, tell_alone
 from options import Settings
 from peers import measure
-from polyshard.interfaces import PluginContext, UnitSpec, WireSpec
+from polyshard.interfaces import GatherEncoding, PluginContext, UnitSpec
 from polyshard_backends.fake import FakeCollectives
 from polyshard_plugins.block_codec import BlockCode, Number
 from polyshard_plugins.block_scaled import Fp8, Int8
@@ -59,11 +59,11 @@ def errors() -> list[dict[str, Any]]:
         for number in Number:
             for size in _SIZES:
                 code = BlockCode(number, size)
-                wire = torch.empty(1, code.nbytes(_NUMEL), dtype=torch.uint8)
-                code.encode(wire[0], values)
+                message = torch.empty(1, code.nbytes(_NUMEL), dtype=torch.uint8)
+                code.encode(message[0], values)
                 out = torch.empty(1, _NUMEL, dtype=torch.bfloat16)
-                code.decode(wire, out)
-                share = round(wire.numel() / (2 * _NUMEL), 4)
+                code.decode(message, out)
+                share = round(message.numel() / (2 * _NUMEL), 4)
                 rows.append(
                     {
                         "values": kind,
@@ -85,10 +85,10 @@ class _Noting(Int8):
 
     def __init__(self, context: PluginContext) -> None:
         super().__init__(context)
-        self.answers: dict[str, tuple[UnitSpec, WireSpec | None]] = {}
+        self.answers: dict[str, tuple[UnitSpec, GatherEncoding | None]] = {}
 
-    def wire(self, unit: UnitSpec) -> WireSpec | None:
-        answer = super().wire(unit)
+    def encoding(self, unit: UnitSpec) -> GatherEncoding | None:
+        answer = super().encoding(unit)
         self.answers[unit.name] = unit, answer
         return answer
 
@@ -96,19 +96,19 @@ class _Noting(Int8):
 def bytes_of(workload: Workload, world_size: int) -> dict[str, Any]:
     """Bytes of one gather of each unit, by the precision plugin's answers, without memory for the model."""
     model, device = meta_model(workload), torch.device("meta")
-    caster = _Noting(PluginContext("int8", device))
+    plugin = _Noting(PluginContext("int8", device))
     collectives = FakeCollectives(PluginContext("fake", device), 0, world_size)
     policy = {"name": "module_class", "classes": [Block]}
-    polyshard.shard(model, polyshard.ShardConfig(collectives, precision=caster, policy=policy, device=device))
-    plain = sum(2 * spec.shard_numel for spec, _ in caster.answers.values()) * world_size
+    polyshard.shard(model, polyshard.ShardConfig(collectives, precision=plugin, policy=policy, device=device))
+    plain = sum(2 * spec.shard_numel for spec, _ in plugin.answers.values()) * world_size
     encoded = sum(
         answer.nbytes_per_rank if answer is not None else 2 * spec.shard_numel
-        for spec, answer in caster.answers.values()
+        for spec, answer in plugin.answers.values()
     )
     return {
         "workload": workload.name,
         "world_size": world_size,
-        "units": len(caster.answers),
+        "units": len(plugin.answers),
         "bf16_mib": round(plain / 2**20, 3),
         "int8_mib": round(encoded * world_size / 2**20, 3),
         "share": round(encoded * world_size / plain, 4),
@@ -138,11 +138,11 @@ def counted(workload: Workload) -> dict[str, Any]:
 
 def _config(precision: object, **settings: Any) -> polyshard.ShardConfig:
     policy = {"name": "module_class", "classes": [Block]}
-    return polyshard.ShardConfig(precision=_casters()[str(precision)], policy=policy, **settings)
+    return polyshard.ShardConfig(precision=_precisions()[str(precision)], policy=policy, **settings)
 
 
-def _casters() -> dict[str, Any]:
-    context = PluginContext("wire", torch.device("cpu"))
+def _precisions() -> dict[str, Any]:
+    context = PluginContext("message", torch.device("cpu"))
     return {"bf16": "bf16", "int8": Int8(context), "fp8": Fp8(context)}
 
 

@@ -83,7 +83,7 @@ class GlooCollectives(ProcessGroupCollectives):
 
     One group serves gathers, reductions and exchanges: gloo tells operations apart by number and works on two at a
     time, so that they overlap without a second set of connections. ``reduce_scatter`` sends each rank its slice in the
-    wire dtype and sums on arrival, in ``out``'s dtype, which gives the same bits from run to run.
+    communication dtype and sums on arrival, in ``out``'s dtype, which gives the same bits from run to run.
 
     Args:
         context: its ``process_group``, or the default group, says which processes take part. Where that group uses

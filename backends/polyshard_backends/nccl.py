@@ -285,8 +285,10 @@ class NcclCollectives(ProcessGroupCollectives):
         channel.all_to_all_many(outs, sources)
 
     @override
-    def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
-        return 0 if wire_dtype is out_dtype else numel * wire_dtype.itemsize
+    def scratch_nbytes(
+        self, role: BufferRole, numel: int, communication_dtype: torch.dtype, out_dtype: torch.dtype
+    ) -> int:
+        return 0 if communication_dtype is out_dtype else numel * communication_dtype.itemsize
 
     @override
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:

@@ -225,8 +225,10 @@ class ProcessGroupCollectives(Collectives):
         return given
 
     @override
-    def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
-        return numel * wire_dtype.itemsize
+    def scratch_nbytes(
+        self, role: BufferRole, numel: int, communication_dtype: torch.dtype, out_dtype: torch.dtype
+    ) -> int:
+        return numel * communication_dtype.itemsize
 
     def gather_group(self) -> dist.ProcessGroup:
         """The group that gathers use; made here at the first operation."""

@@ -36,20 +36,20 @@ class HookedRanks(UnitRanks):
     state: object = field(compare=False, kw_only=True)
 
     @override
-    def reduce(self, result: torch.Tensor, wire: torch.Tensor) -> Work:
+    def reduce(self, result: torch.Tensor, gradients: torch.Tensor) -> Work:
         # Hooks that compress give tensors other data. Results are fresh, but the input's memory serves later backwards.
         if self.reduction is None:
-            self.hook(self.state, wire)
+            self.hook(self.state, gradients)
         else:
-            self.hook(self.state, wire.detach(), result)
+            self.hook(self.state, gradients.detach(), result)
         return COMPLETED
 
     @override
     def reduce_many(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], results: torch.Tensor | None = None
     ) -> Work:
-        for result, wire in pairs:
-            self.reduce(result, wire)
+        for result, gradients in pairs:
+            self.reduce(result, gradients)
         return COMPLETED
 
 
@@ -106,7 +106,7 @@ class FlatGradients(Gradients):
         dtypes = self._training_dtypes
         if full_precision:
             master = self.unit.spec.master_dtype
-            dtypes = UnitDtypes(compute=master, wire=master, reduce=master, grad=master)
+            dtypes = UnitDtypes(compute=master, communication=master, reduce=master, grad=master)
         self._dtypes = dtypes
         self.input.choose(dtypes)
 

@@ -128,7 +128,7 @@ class FSDPInstance(_torch_private.FSDPState):  # type: ignore[misc]
             self.process_group,
             self._use_orig_params,
         )
-        caster = FSDPPrecision(policy, self._use_full_prec_in_eval)
+        precision = FSDPPrecision(policy, self._use_full_prec_in_eval)
         # Where everything computes in host memory there is nothing to offload to it.
         offloads = self.cpu_offload.offload_params and device.type != "cpu"
         context = PluginContext("fsdp", device, self.process_group)
@@ -147,8 +147,8 @@ class FSDPInstance(_torch_private.FSDPState):  # type: ignore[misc]
             handle,
             spec,
             self._make_ranks(),
-            caster.dtypes(spec),
-            caster,
+            precision.dtypes(spec),
+            precision,
             CpuOffload(context) if offloads else NoOffload(context),
             reshard=Reshard.UNLESS_TURNING if self.sharding_strategy in _RESHARDS_AFTER_FORWARD else Reshard.NEVER,
             checks_writeback=os.environ.get(_FSDP_SKIP_WRITEBACK_CHECK, "") != "1",

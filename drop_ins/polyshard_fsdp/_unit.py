@@ -24,7 +24,7 @@ from polyshard.extension import (
     local_of,
     view_of,
 )
-from polyshard.interfaces import OffloadManager, PrecisionCaster, UnitDtypes, UnitSpec
+from polyshard.interfaces import OffloadManager, PrecisionPlugin, UnitDtypes, UnitSpec
 from torch import nn
 from typing_extensions import override
 
@@ -62,7 +62,7 @@ class FlatUnit(Unit):
         spec: UnitSpec,
         ranks: UnitRanks,
         dtypes: UnitDtypes,
-        caster: PrecisionCaster,
+        precision: PrecisionPlugin,
         offload: OffloadManager,
         *,
         reshard: Reshard,
@@ -83,7 +83,7 @@ class FlatUnit(Unit):
             ranks,
             _offloaded(offload, spec, handle.keep_own_shard()),
             dtypes,
-            caster,
+            precision,
             offload,
             reshard=reshard,
             offloaded=offload.capabilities.offloads,
@@ -173,7 +173,7 @@ class FlatUnit(Unit):
         """Let ``master`` (``[shard_numel]``), of whatever dtype and device, be the master from now on."""
         held = [(parameter, parameter.grad) for parameter in self.held.tensors]
         self.spec = dataclasses.replace(self.spec, master_dtype=master.dtype)
-        self.dtypes = self.caster.dtypes(self.spec)
+        self.dtypes = self.precision.dtypes(self.spec)
         for parameter, _ in held:
             parameter.grad = None
         self.use_master(_offloaded(self.offload, self.spec, master.detach()))
@@ -449,7 +449,7 @@ def _offloaded(offload: OffloadManager, spec: UnitSpec, master: torch.Tensor) ->
     return offload.place(spec, master) if offload.capabilities.offloads else master
 
 
-class FSDPPrecision(PrecisionCaster):
+class FSDPPrecision(PrecisionPlugin):
     """The dtypes of one FSDP instance. Inputs and buffers are cast by the instance, whose root has its own rules."""
 
     def __init__(self, mixed_precision: MixedPrecision, full_precision_in_eval: bool) -> None:
@@ -463,7 +463,7 @@ class FSDPPrecision(PrecisionCaster):
         compute = self._settings.param_dtype or master
         reduce = self._settings.reduce_dtype or compute
         grad = reduce if self._settings.keep_low_precision_grads else master
-        return UnitDtypes(compute=compute, wire=reduce, reduce=reduce, grad=grad)
+        return UnitDtypes(compute=compute, communication=reduce, reduce=reduce, grad=grad)
 
     @override
     def full_precision_in_eval(self, unit: UnitSpec) -> bool:

@@ -180,8 +180,10 @@ class _CustomRanks(UnitRanks):
     by: Communication = field(kw_only=True)
 
     @override
-    def reduce(self, result: torch.Tensor, wire: torch.Tensor) -> Work:
-        return self._behind(UnitRanks.reduce(self, result, wire), [wire if self.reduction is None else result])
+    def reduce(self, result: torch.Tensor, gradients: torch.Tensor) -> Work:
+        return self._behind(
+            UnitRanks.reduce(self, result, gradients), [gradients if self.reduction is None else result]
+        )
 
     @override
     def reduce_many(
@@ -272,8 +274,10 @@ class _Reduction(_Around):
         self._by, self._replicas = by, replicas
 
     @override
-    def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
-        return 0 if self._by.reduce_scatter else super().scratch_nbytes(role, numel, wire_dtype, out_dtype)
+    def scratch_nbytes(
+        self, role: BufferRole, numel: int, communication_dtype: torch.dtype, out_dtype: torch.dtype
+    ) -> int:
+        return 0 if self._by.reduce_scatter else super().scratch_nbytes(role, numel, communication_dtype, out_dtype)
 
     @override
     def reduce_scatter(

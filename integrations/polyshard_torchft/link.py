@@ -17,7 +17,7 @@ from polyshard.interfaces import COMPLETED, Collectives, Work
 if TYPE_CHECKING:
     from torchft import Manager
 
-    from .wire import Wire
+    from .managed_group import ManagedGroup
 
 #: How often a job asks a lighthouse that does not answer, before its patience ends.
 _RETRIES = 1 << 30
@@ -77,7 +77,7 @@ class Link:
         #: Whether the last step counted; before the first one did not.
         self._counted = False
         self._manager: Manager | None = None
-        self._wire: Wire | None = None
+        self._managed: ManagedGroup | None = None
         self._store: Any = None
         self._quorum = Quorum(0, 0, 0, 0)
         self._lost = False
@@ -105,7 +105,7 @@ class Link:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
         from torchft import Manager
 
-        from .wire import Wire
+        from .managed_group import ManagedGroup
 
         settings, job = self._settings, self._job
         # A store of this start of the job: in torchrun's, a restarted rank would find addresses of the one before.
@@ -115,9 +115,9 @@ class Link:
             self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
             address = host, self._store.port
         host, port = job.all_gather_object(address)[0]
-        self._wire = Wire(job.device, settings.timeout)
+        self._managed = ManagedGroup(job.device, settings.timeout)
         self._manager = Manager(
-            pg=self._wire.group,
+            pg=self._managed.group,
             load_state_dict=give,
             state_dict=take,
             min_replica_size=settings.min_replicas,
@@ -307,19 +307,19 @@ class Link:
     def close(self) -> None:
         """Leave the other jobs. Idempotent."""
         self._phase = Phase.CLOSED
-        if self._manager is not None and self._wire is not None:
+        if self._manager is not None and self._managed is not None:
             self._manager.shutdown(wait=False)
-            self._wire.close()
-        self._manager = self._wire = self._store = None
+            self._managed.close()
+        self._manager = self._managed = self._store = None
 
     def _require_manager(self, call: str) -> Manager:
         if self._manager is None:
             raise StateError(f"{call} of other jobs was asked for {self._phase.value} (rank {self._job.rank}).")
         return self._manager
 
-    def _require_wire(self) -> Wire:
-        assert self._wire is not None
-        return self._wire
+    def _require_wire(self) -> ManagedGroup:
+        assert self._managed is not None
+        return self._managed
 
 
 class _Mean:

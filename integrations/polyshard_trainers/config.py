@@ -10,7 +10,7 @@ import torch.distributed as dist
 from polyshard import registry
 from polyshard.config import PluginSpec, ShardConfig, Strategy
 from polyshard.errors import ConfigError
-from polyshard.interfaces import PluginContext, PrecisionCaster, UnitSpec
+from polyshard.interfaces import PluginContext, PrecisionPlugin, UnitSpec
 from torch import nn
 
 #: The names of compute dtypes in ``mixed_precision`` of Accelerate and Transformers, for parameters in fp32.
@@ -103,12 +103,12 @@ def compute_dtype(config: ShardConfig, master: torch.dtype = torch.float32) -> t
         device=torch.device("cpu"),
         is_root=True,
     )
-    return _caster(config).dtypes(unit).compute
+    return _precision(config).dtypes(unit).compute
 
 
 def needs_scaler(config: ShardConfig) -> bool:
     """Whether gradients underflow without a gradient scaler; raises as ``compute_dtype``."""
-    return _caster(config).capabilities.loss_scaling
+    return _precision(config).capabilities.loss_scaling
 
 
 def mixed_precision_of(config: ShardConfig) -> str | None:
@@ -119,11 +119,11 @@ def mixed_precision_of(config: ShardConfig) -> str | None:
     return "fp16" if needs_scaler(config) else _NAMES.get(compute_dtype(config))
 
 
-def _caster(config: ShardConfig) -> PrecisionCaster:
+def _precision(config: ShardConfig) -> PrecisionPlugin:
     spec = PluginSpec.parse(config.precision)
     name = spec.name if isinstance(spec, PluginSpec) else ""
     # It is asked for dtypes and casts nothing, so the model's device, which may not be chosen yet, does not matter.
     context = PluginContext(name=name, device=torch.device("cpu"))
     resolved = registry.resolve_setting(config, "precision", config.precision)
-    caster: PrecisionCaster = registry.construct(resolved, context).instance
-    return caster
+    precision: PrecisionPlugin = registry.construct(resolved, context).instance
+    return precision

@@ -1,7 +1,7 @@
 """Numbers of eight bits with one scale for every block of elements: the format, and its codec in plain torch.
 
 [Note: the format]
-A shard of n elements is cut into blocks of ``block`` elements, the last one shorter. The wire has, in this order,
+A shard of n elements is cut into blocks of ``block`` elements, the last one shorter. A message has, in this order,
 
 1. n codes, one byte each, padded with zeros to a multiple of 16 bytes;
 2. one fp32 scale a block, padded to a multiple of 16 bytes with the smallest scale;
@@ -73,17 +73,17 @@ class BlockCode:
         return -(-numel // self.block)
 
     def nbytes(self, numel: int) -> int:
-        """Bytes that ``numel`` elements take on the wire; a multiple of 16."""
+        """Bytes that ``numel`` elements take in a message; a multiple of 16."""
         end = self._end(numel)
         return end if end < _LARGE else _padded(end, SLICE_ALIGNMENT_BYTES)
 
-    def encode(self, wire: torch.Tensor, shard: torch.Tensor) -> None:
-        """Write ``shard`` (``[numel]``, floating-point) into ``wire`` (``[nbytes(numel)]``, uint8): all bytes of it.
+    def encode(self, message: torch.Tensor, shard: torch.Tensor) -> None:
+        """Write ``shard`` (``[numel]``, floating-point) into ``message`` (``[nbytes(numel)]``, uint8): all bytes of it.
 
         fp64 is rounded to fp32 first, so what exceeds that is infinite.
         """
         numel, blocks = shard.numel(), self.blocks(shard.numel())
-        payload, scales = self._parts(wire, numel)
+        payload, scales = self._parts(message, numel)
         whole = numel // self.block * self.block
         rows = payload[:whole].view(-1, self.block)
         encode_rows(self.number, rows, scales[: blocks - (whole < numel)], shard[:whole])
@@ -91,12 +91,12 @@ class BlockCode:
             encode_rows(self.number, payload[whole:numel].view(1, -1), scales[blocks - 1 : blocks], shard[whole:])
         payload[numel:].zero_()
         scales[blocks:].fill_(SMALLEST_SCALE)
-        wire[self._end(numel) :].zero_()
+        message[self._end(numel) :].zero_()
 
-    def decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
-        """Read ``wire`` (``[ranks, nbytes(numel)]``, uint8) into ``out`` (``[ranks, numel]``, floating-point)."""
+    def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
+        """Read ``message`` (``[ranks, nbytes(numel)]``, uint8) into ``out`` (``[ranks, numel]``, floating-point)."""
         numel, blocks = out.size(1), self.blocks(out.size(1))
-        payload, scales = self._parts(wire, numel)
+        payload, scales = self._parts(message, numel)
         codes = payload.view(self.number.dtype)
         whole = numel // self.block * self.block
         if whole:
@@ -108,9 +108,9 @@ class BlockCode:
     def _end(self, numel: int) -> int:
         return _padded(numel) + _padded(self.blocks(numel) * _SCALE.itemsize)
 
-    def _parts(self, wire: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _parts(self, message: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         start = _padded(numel)
-        return wire[..., :start], wire[..., start : self._end(numel)].view(_SCALE)
+        return message[..., :start], message[..., start : self._end(numel)].view(_SCALE)
 
 
 def encode_rows(number: Number, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:

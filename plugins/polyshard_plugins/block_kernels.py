@@ -41,7 +41,7 @@ def fp8_codes(quotients):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _encode(  # type: ignore[no-untyped-def]
-    wires,
+    messages,
     shards,
     numels,
     sizes,
@@ -52,12 +52,12 @@ def _encode(  # type: ignore[no-untyped-def]
 ):
     number = tl.program_id(0)
     tile = number
-    wire, shard, numel, size = wires[0], shards[0], numels[0], sizes[0]
+    message, shard, numel, size = messages[0], shards[0], numels[0], sizes[0]
     first = tl.cdiv(numel, block * blocks)
-    for i in tl.static_range(1, len(wires)):
+    for i in tl.static_range(1, len(messages)):
         here = number >= first
         tile = tl.where(here, number - first, tile)
-        wire = tl.where(here, wires[i], wire)
+        message = tl.where(here, messages[i], message)
         shard = tl.where(here, shards[i], shard)
         numel = tl.where(here, numels[i], numel)
         size = tl.where(here, sizes[i], size)
@@ -77,19 +77,19 @@ def _encode(  # type: ignore[no-untyped-def]
         codes = fp8_codes(quotients)
     codes = tl.where(finite[:, None], codes, 0)
     start = (numel + 15) // 16 * 16
-    tl.store(wire + offsets, codes.to(tl.uint8), mask=offsets < start)
+    tl.store(message + offsets, codes.to(tl.uint8), mask=offsets < start)
     scale = tl.where(finite, scale.to(tl.int32, bitcast=True), 0x7FC00000).to(tl.float32, bitcast=True)
     padded = (tl.cdiv(numel, block) + 3) // 4 * 4
-    tl.store((wire + start).to(tl.pointer_type(tl.float32)) + rows, scale, mask=rows < padded)
+    tl.store((message + start).to(tl.pointer_type(tl.float32)) + rows, scale, mask=rows < padded)
     if tile == 0:
         # Fewer than 256: a rank's part is a multiple of that.
         rest = start.to(tl.int64) + 4 * padded + tl.arange(0, 256)
-        tl.store(wire + rest, tl.zeros((256,), dtype=tl.uint8), mask=rest < size)
+        tl.store(message + rest, tl.zeros((256,), dtype=tl.uint8), mask=rest < size)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _decode(  # type: ignore[no-untyped-def]
-    wires,
+    messages,
     outs,
     numels,
     sizes,
@@ -100,12 +100,12 @@ def _decode(  # type: ignore[no-untyped-def]
 ):
     number = tl.program_id(0)
     tile = number
-    wire, out, numel, size = wires[0], outs[0], numels[0], sizes[0]
+    message, out, numel, size = messages[0], outs[0], numels[0], sizes[0]
     first = ranks * tl.cdiv(numel, block * blocks)
-    for i in tl.static_range(1, len(wires)):
+    for i in tl.static_range(1, len(messages)):
         here = number >= first
         tile = tl.where(here, number - first, tile)
-        wire = tl.where(here, wires[i], wire)
+        message = tl.where(here, messages[i], message)
         out = tl.where(here, outs[i], out)
         numel = tl.where(here, numels[i], numel)
         size = tl.where(here, sizes[i], size)
@@ -115,7 +115,7 @@ def _decode(  # type: ignore[no-untyped-def]
     rows = (tile % tiles).to(tl.int64) * blocks + tl.arange(0, blocks)
     offsets = rows[:, None] * block + tl.arange(0, block)[None, :]
     start = (numel + 15) // 16 * 16
-    sent = wire + rank * size
+    sent = message + rank * size
     codes = tl.load(sent + offsets, mask=offsets < numel, other=0).to(tl.int32)
     scale = tl.load((sent + start).to(tl.pointer_type(tl.float32)) + rows, mask=rows * block < numel, other=0.0)
     if int8:
@@ -128,29 +128,29 @@ def _decode(  # type: ignore[no-untyped-def]
     tl.store(out + rank * numel + offsets, (values * scale[:, None]).to(out.dtype.element_ty), mask=offsets < numel)
 
 
-def encode(code: BlockCode, wires: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-    """``code.encode`` of each of ``wires`` and ``shards``, which are of one dtype, contiguous and not empty."""
+def encode(code: BlockCode, messages: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+    """``code.encode`` of each of ``messages`` and ``shards``, which are of one dtype, contiguous and not empty."""
     blocks = _blocks(code)
-    for few in range(0, len(wires), MOST):
-        ours, given = tuple(wires[few : few + MOST]), tuple(shards[few : few + MOST])
+    for few in range(0, len(messages), MOST):
+        ours, given = tuple(messages[few : few + MOST]), tuple(shards[few : few + MOST])
         numels = tuple(shard.numel() for shard in given)
         tiles = sum(triton.cdiv(numel, code.block * blocks) for numel in numels)
-        sizes = tuple(wire.numel() for wire in ours)
+        sizes = tuple(message.numel() for message in ours)
         int8, reciprocal = code.number is Number.INT8, code.number.reciprocal
         # Triton launches on the current device, which need not be the tensors' where a model is being sharded.
         with torch.cuda.device_of(ours[0]):  # type: ignore[no-untyped-call]
             _encode[(tiles,)](ours, given, numels, sizes, reciprocal, int8, code.block, blocks, num_warps=4)
 
 
-def decode(code: BlockCode, wires: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-    """``code.decode`` of each of ``wires`` and ``outs``: of one dtype and of equal ranks, contiguous, not empty."""
+def decode(code: BlockCode, messages: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    """``code.decode`` of each of ``messages`` and ``outs``: of one dtype and of equal ranks, contiguous, not empty."""
     blocks = _blocks(code)
-    for few in range(0, len(wires), MOST):
-        sent, ours = tuple(wires[few : few + MOST]), tuple(outs[few : few + MOST])
+    for few in range(0, len(messages), MOST):
+        sent, ours = tuple(messages[few : few + MOST]), tuple(outs[few : few + MOST])
         numels = tuple(out.size(1) for out in ours)
         ranks = ours[0].size(0)
         tiles = ranks * sum(triton.cdiv(numel, code.block * blocks) for numel in numels)
-        sizes = tuple(wire.size(1) for wire in sent)
+        sizes = tuple(message.size(1) for message in sent)
         int8 = code.number is Number.INT8
         with torch.cuda.device_of(sent[0]):  # type: ignore[no-untyped-call]
             _decode[(tiles,)](sent, ours, numels, sizes, ranks, int8, code.block, blocks, num_warps=4)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 from polyshard.errors import ConfigError
-from polyshard.interfaces import PluginContext, PrecisionCapabilities, UnitSpec, WireSpec
+from polyshard.interfaces import GatherEncoding, PluginContext, PrecisionCapabilities, UnitSpec
 from typing_extensions import override
 
 from .block_codec import BlockCode, Number, kernels_for
@@ -40,7 +40,7 @@ class BlockScaled(Configured):
         compute: DtypeSetting = "bf16",
         min_numel: int = 65536,
         reduce: DtypeSetting = "fp32",
-        wire: DtypeSetting = None,
+        communication: DtypeSetting = None,
         buffer: DtypeSetting = None,
         output: DtypeSetting = None,
         cast_inputs: bool = True,
@@ -52,17 +52,17 @@ class BlockScaled(Configured):
 
         ``block``: elements that share a scale of four bytes, a power of two from 16 to 1024. ``compute``: the dtype of
         parameters in forward and backward. ``min_numel``: a unit of fewer elements, padding included, travels in
-        ``compute``: its gather takes as long as its latency. ``wire`` is the dtype of gradients that travel. The others
-        are those of ``mixed``; modules that are left alone travel in their own dtype.
+        ``compute``: its gather takes as long as its latency. ``communication`` is that of gradients that travel. The
+        others are those of ``mixed``; modules that are left alone travel in their own dtype.
 
         Raises:
             ConfigError: naming the option, for a value that it cannot take, and for a ``reduce`` that is narrower than
-                ``wire``.
+                ``communication``.
         """
         where = f"precision {context.name!r}"
         options = {
             "reduce": reduce,
-            "wire": wire,
+            "communication": communication,
             "buffer": buffer,
             "output": output,
             "cast_inputs": cast_inputs,
@@ -77,46 +77,46 @@ class BlockScaled(Configured):
         self._min_numel = whole_number(min_numel, 0, f"min_numel of {where}")
 
     @override
-    def wire(self, unit: UnitSpec) -> WireSpec | None:
+    def encoding(self, unit: UnitSpec) -> GatherEncoding | None:
         """None for a unit that is small, left alone, not floating-point, or would not travel in fewer bytes."""
         if unit.numel < self._min_numel or self._is_left_alone(unit) or not unit.master_dtype.is_floating_point:
             return None
         nbytes = self._code.nbytes(unit.shard_numel)
-        return WireSpec(nbytes) if nbytes < unit.shard_numel * self.dtypes(unit).compute.itemsize else None
+        return GatherEncoding(nbytes) if nbytes < unit.shard_numel * self.dtypes(unit).compute.itemsize else None
 
     @override
-    def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
-        self.encode_many([unit], [wire], [shard])
+    def encode(self, unit: UnitSpec, message: torch.Tensor, shard: torch.Tensor) -> None:
+        self.encode_many([unit], [message], [shard])
 
     @override
-    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
-        self.decode_many([unit], [wire], [out])
+    def decode(self, unit: UnitSpec, message: torch.Tensor, out: torch.Tensor) -> None:
+        self.decode_many([unit], [message], [out])
 
     @override
     def encode_many(
-        self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
+        self, units: Sequence[UnitSpec], messages: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
     ) -> None:
         """On CUDA one launch for up to 16 units of one master dtype."""
-        kernels = kernels_for(wires[0], "block_kernels")
+        kernels = kernels_for(messages[0], "block_kernels")
         if kernels is None:
-            for wire, shard in zip(wires, shards, strict=True):
-                self._code.encode(wire, shard)
+            for message, shard in zip(messages, shards, strict=True):
+                self._code.encode(message, shard)
             return
         for few in _by_dtype(shards):
-            kernels.encode(self._code, [wires[i] for i in few], [shards[i] for i in few])
+            kernels.encode(self._code, [messages[i] for i in few], [shards[i] for i in few])
 
     @override
     def decode_many(
-        self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+        self, units: Sequence[UnitSpec], messages: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> None:
         """On CUDA one launch for up to 16 units of one compute dtype."""
-        kernels = kernels_for(wires[0], "block_kernels")
+        kernels = kernels_for(messages[0], "block_kernels")
         if kernels is None:
-            for wire, out in zip(wires, outs, strict=True):
-                self._code.decode(wire, out)
+            for message, out in zip(messages, outs, strict=True):
+                self._code.decode(message, out)
             return
         for few in _by_dtype(outs):
-            kernels.decode(self._code, [wires[i] for i in few], [outs[i] for i in few])
+            kernels.decode(self._code, [messages[i] for i in few], [outs[i] for i in few])
 
 
 class Int8(BlockScaled):

@@ -151,8 +151,8 @@ class Compressed(CollectivesDecorator):
         """Send row k (``[slice]``) to rank k, encoded; what arrives is ``[world_size, bytes]``."""
         sent = torch.empty(self.world_size, self._code.nbytes(rows.size(1)), dtype=torch.uint8, device=rows.device)
         with torch.no_grad():
-            for wire, row in zip(sent, rows, strict=True):
-                self._code.encode(wire, row)
+            for message, row in zip(sent, rows, strict=True):
+                self._code.encode(message, row)
         return self._swap(sent)
 
     def _swap(self, sent: torch.Tensor) -> tuple[torch.Tensor, Work]:

@@ -57,7 +57,7 @@ class Fp8Linear(Configured):
         fast_gradients: bool = False,
         leave_out: str | Iterable[str] = (),
         reduce: DtypeSetting = "fp32",
-        wire: DtypeSetting = None,
+        communication: DtypeSetting = None,
         buffer: DtypeSetting = None,
         output: DtypeSetting = None,
         cast_inputs: bool = True,
@@ -80,7 +80,7 @@ class Fp8Linear(Configured):
         where = f"precision {context.name!r}"
         options = {
             "reduce": reduce,
-            "wire": wire,
+            "communication": communication,
             "buffer": buffer,
             "output": output,
             "cast_inputs": cast_inputs,

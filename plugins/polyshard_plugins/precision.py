@@ -14,7 +14,7 @@ from polyshard.interfaces import (
     OutputCast,
     PluginContext,
     PrecisionCapabilities,
-    PrecisionCaster,
+    PrecisionPlugin,
     UnitDtypes,
     UnitSpec,
     resolve_class,
@@ -37,7 +37,7 @@ _BY_NAME = {name: dtype for dtype, names in _NAMES.items() for name in names}
 COMPUTABLE = tuple(_NAMES)
 
 
-class Unchanged(PrecisionCaster):
+class Unchanged(PrecisionPlugin):
     """``none``: every parameter computes, travels and is reduced in its own dtype; nothing is cast."""
 
     api_version = 1
@@ -58,7 +58,7 @@ class PrecisionSettings:
     """Compute dtype; None for the master dtype."""
     reduce: torch.dtype | None = None
     """In which gradients are accumulated; None for the compute dtype."""
-    wire: torch.dtype | None = None
+    communication: torch.dtype | None = None
     """In which gradients of one backward travel; None for the narrower of compute and reduce dtype."""
     buffer: torch.dtype | None = None
     """Dtype of floating-point buffers; None leaves them alone."""
@@ -80,26 +80,26 @@ class PrecisionSettings:
         master = unit.master_dtype
         compute = master if unit.keeps_dtype else self.param or master
         reduce = self.reduce or (master if self.reduce_in_master else compute)
-        wire = self.wire or _narrower(compute, reduce)
-        _require_wide_reduction(reduce, wire, f"{where}, unit {unit.label!r}")
+        communication = self.communication or _narrower(compute, reduce)
+        _require_wide_reduction(reduce, communication, f"{where}, unit {unit.label!r}")
         grad = _narrower(master, reduce) if self.keep_low_precision_grads else master
-        return UnitDtypes(compute=compute, wire=wire, reduce=reduce, grad=grad, buffer=self.buffer)
+        return UnitDtypes(compute=compute, communication=communication, reduce=reduce, grad=grad, buffer=self.buffer)
 
     def check(self, where: str) -> None:
         """Raise ``ConfigError`` now for a ``reduce`` too narrow, where that does not depend on the master dtype."""
         reduce = self.reduce or (None if self.reduce_in_master else self.param)
-        if self.wire is not None and reduce is not None:
-            _require_wide_reduction(reduce, self.wire, where)
+        if self.communication is not None and reduce is not None:
+            _require_wide_reduction(reduce, self.communication, where)
 
     def casts_inputs_of(self, unit: UnitSpec) -> bool:
         return self.cast_inputs or (unit.is_root and self.cast_root_inputs)
 
     def in_half_range(self) -> bool:
         """Whether gradients pass through fp16, whose smallest values flush to zero."""
-        return torch.float16 in (self.param, self.reduce, self.wire)
+        return torch.float16 in (self.param, self.reduce, self.communication)
 
 
-class Configured(PrecisionCaster):
+class Configured(PrecisionPlugin):
     """A precision plugin whose answers follow from settings, one for all units unless a subclass has more."""
 
     def __init__(
@@ -181,21 +181,21 @@ class _Uniform(Configured):
 
 
 class Fp32(_Uniform):
-    """``fp32``: compute, wire and reduction in fp32; the optimizer sees gradients in the master dtype."""
+    """``fp32``: compute, travel and reduce in fp32; the optimizer sees gradients in the master dtype."""
 
     api_version = 1
     _compute = torch.float32
 
 
 class Bf16(_Uniform):
-    """``bf16``: compute and wire in bf16, reduction in fp32; the optimizer sees gradients in the master dtype."""
+    """``bf16``: compute and travel in bf16, reduction in fp32; the optimizer sees gradients in the master dtype."""
 
     api_version = 1
     _compute = torch.bfloat16
 
 
 class Fp16(_Uniform):
-    """``fp16``: compute and wire in fp16, reduction in fp32. Small gradients underflow without a gradient scaler."""
+    """``fp16``: compute and travel in fp16, reduction in fp32. Small gradients underflow without a gradient scaler."""
 
     api_version = 1
     _compute = torch.float16
@@ -212,7 +212,7 @@ class Mixed(Configured):
         context: PluginContext,
         param: DtypeSetting = None,
         reduce: DtypeSetting = None,
-        wire: DtypeSetting = None,
+        communication: DtypeSetting = None,
         buffer: DtypeSetting = None,
         output: DtypeSetting = None,
         cast_inputs: bool = True,
@@ -241,7 +241,7 @@ class Mixed(Configured):
         dtype, beside others of their module that do not. Inputs and outputs are cast as without it.
 
         Raises ``ConfigError`` for an unknown dtype, setting or class, and for a ``reduce`` that is narrower than
-        ``wire``.
+        ``communication``.
         """
         where = f"precision {context.name!r}"
         settings = changed_settings(
@@ -249,7 +249,7 @@ class Mixed(Configured):
             {
                 "param": param,
                 "reduce": reduce,
-                "wire": wire,
+                "communication": communication,
                 "buffer": buffer,
                 "output": output,
                 "cast_inputs": cast_inputs,
@@ -283,7 +283,7 @@ class Mixed(Configured):
 
 def _own_dtype(unit: UnitSpec) -> UnitDtypes:
     dtype = unit.master_dtype
-    return UnitDtypes(compute=dtype, wire=dtype, reduce=dtype, grad=dtype)
+    return UnitDtypes(compute=dtype, communication=dtype, reduce=dtype, grad=dtype)
 
 
 def _resolve_overrides(
@@ -406,10 +406,10 @@ def _narrower(first: torch.dtype, second: torch.dtype) -> torch.dtype:
     return first if first.itemsize < second.itemsize else second
 
 
-def _require_wide_reduction(reduce: torch.dtype, wire: torch.dtype, where: str) -> None:
+def _require_wide_reduction(reduce: torch.dtype, communication: torch.dtype, where: str) -> None:
     # fp16 and bf16 do not hold each other's values.
-    if reduce != wire and reduce.itemsize <= wire.itemsize:
+    if reduce != communication and reduce.itemsize <= communication.itemsize:
         raise ConfigError(
-            f"reduce dtype {reduce} cannot hold gradients that travel in {wire}, in {where}. Set wire to {reduce} or "
-            f"narrower, or reduce to {wire} or wider."
+            f"reduce dtype {reduce} cannot hold gradients that travel in {communication}, in {where}. Set "
+            f"communication to {reduce} or narrower, or reduce to {communication} or wider."
         )

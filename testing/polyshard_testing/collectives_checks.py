@@ -78,8 +78,8 @@ def _floats(collectives: Collectives, *ops: ReduceOp) -> list[tuple[ReduceOp, to
     return [(op, dtype) for op in ops if op in capabilities.reduce_ops for dtype in dtypes]
 
 
-def _scratch(collectives: Collectives, numel: int, wire: torch.dtype, wide: torch.dtype) -> torch.Tensor:
-    nbytes = collectives.scratch_nbytes(BufferRole.REDUCE, numel, wire, wide)
+def _scratch(collectives: Collectives, numel: int, travels: torch.dtype, wide: torch.dtype) -> torch.Tensor:
+    nbytes = collectives.scratch_nbytes(BufferRole.REDUCE, numel, travels, wide)
     return torch.empty(nbytes, dtype=torch.uint8, device=collectives.device)
 
 
@@ -268,43 +268,43 @@ def check_reduce_scatter_many(collectives: Collectives) -> None:
     world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
     wide = (torch.float32,) if collectives.capabilities.widening else ()
     cases = [
-        (op, wire, into, chosen)
-        for op, wire in _floats(collectives, ReduceOp.SUM, ReduceOp.MEAN)
-        if wire in (torch.float32, torch.bfloat16)
+        (op, travels, into, chosen)
+        for op, travels in _floats(collectives, ReduceOp.SUM, ReduceOp.MEAN)
+        if travels in (torch.float32, torch.bfloat16)
         # In one order on all ranks, which that of a set is not.
-        for into in dict.fromkeys((wire, *wide))
+        for into in dict.fromkeys((travels, *wide))
         for chosen in (_SIZES[:1], _SIZES)
     ]
-    for op, wire, into, chosen in cases:
+    for op, travels, into, chosen in cases:
         triples = []
         for number, n in enumerate(chosen):
-            full = buffer(collectives, world_size * n, wire, BufferRole.REDUCE)
-            full.copy_(values(rank + number, world_size * n, wire, device))
-            scratch = _scratch(collectives, world_size * n, wire, into) if number % 2 else None
+            full = buffer(collectives, world_size * n, travels, BufferRole.REDUCE)
+            full.copy_(values(rank + number, world_size * n, travels, device))
+            scratch = _scratch(collectives, world_size * n, travels, into) if number % 2 else None
             triples.append((torch.zeros(n, dtype=into, device=device), full, scratch))
         work = collectives.reduce_scatter_many(triples, op=op)
         work.wait()
         work.wait()
         for number, n in enumerate(chosen):
-            what = f"reduction {number} of {len(chosen)}: {op.name} of {n} {wire} a rank into {into}"
-            assert_near(triples[number][0], scattered(collectives, n, wire, op, number), what)
+            what = f"reduction {number} of {len(chosen)}: {op.name} of {n} {travels} a rank into {into}"
+            assert_near(triples[number][0], scattered(collectives, n, travels, op, number), what)
 
 
 def check_widening(collectives: Collectives) -> None:
-    """A sum that the wire dtype would round away is exact in ``out``'s dtype, fp32."""
+    """A sum that the dtype that travels would round away is exact in ``out``'s dtype, fp32."""
     world_size, rank, device, n = collectives.world_size, collectives.rank, collectives.device, 33
     floats = _floats(collectives, ReduceOp.SUM, ReduceOp.MEAN) if collectives.capabilities.widening else []
-    for op, wire in [(op, wire) for op, wire in floats if wire.itemsize == 2]:
-        # The first integer whose successor the wire dtype cannot hold: added to it in that dtype, ones are lost.
-        large = 2.0 / torch.finfo(wire).eps
-        for scratch in (None, _scratch(collectives, world_size * n, wire, torch.float32)):
-            full = buffer(collectives, world_size * n, wire, BufferRole.REDUCE)
+    for op, travels in [(op, travels) for op, travels in floats if travels.itemsize == 2]:
+        # The first integer whose successor what travels cannot hold: added to it in that dtype, ones are lost.
+        large = 2.0 / torch.finfo(travels).eps
+        for scratch in (None, _scratch(collectives, world_size * n, travels, torch.float32)):
+            full = buffer(collectives, world_size * n, travels, BufferRole.REDUCE)
             full.fill_(large if rank == 0 else 1.0)
             out = torch.zeros(n, device=device)
             collectives.reduce_scatter(out, full, op=op, scratch=scratch).wait()
             total = sum(large if sender(collectives, r) == 0 else 1.0 for r in range(world_size))
             expected = torch.full_like(out, total / world_size if op is ReduceOp.MEAN else total, dtype=torch.float64)
-            assert_near(out, expected, f"{op.name} of {wire} into fp32")
+            assert_near(out, expected, f"{op.name} of {travels} into fp32")
 
 
 def check_all_reduce(collectives: Collectives) -> None:

@@ -14,13 +14,13 @@ import torch
 from polyshard.interfaces import (
     Collectives,
     FormedWeights,
+    GatherEncoding,
     Group,
     LinearForm,
     PrecisionCapabilities,
-    PrecisionCaster,
+    PrecisionPlugin,
     UnitDtypes,
     UnitSpec,
-    WireSpec,
 )
 from typing_extensions import override
 
@@ -42,13 +42,13 @@ _FORMED_SHARDS = {1: 5120, 2: 2560, 3: 1728}
 class PrecisionSuite(LocalPluginSuite):
     """Subclass it, name the class ``Test…``, and override ``make``; override ``device`` to test on another one.
 
-    Every rule of ``polyshard.interfaces.PrecisionCaster``; then a few steps, and an evaluation, of a small fp32 model
+    Every rule of ``polyshard.interfaces.PrecisionPlugin``; then a few steps, and an evaluation, of a small fp32 model
     sharded with the precision plugin over two ranks, compared with those of the unsharded model.
     """
 
     group = Group.PRECISION
 
-    wire_tolerance: float = 0.1
+    encoding_tolerance: float = 0.1
     """Largest difference that encoding and decoding may make, as a share of the largest value."""
     form_tolerance: float = 0.1
     """Largest difference that the output and the gradients of a layer that computes with bytes (``forms``) may have
@@ -59,7 +59,7 @@ class PrecisionSuite(LocalPluginSuite):
     holds."""
 
     @override
-    def make(self) -> PrecisionCaster:
+    def make(self) -> PrecisionPlugin:
         """A newly constructed precision plugin."""
         raise NotImplementedError(f"{type(self).__name__} must override make()")
 
@@ -74,53 +74,53 @@ class PrecisionSuite(LocalPluginSuite):
         return [*small, self._unit("layers.2", _LARGE_SHARD)]
 
     def test_capabilities_are_real_bools_that_do_not_change(self) -> None:
-        caster = self.make()
-        capabilities: object = caster.capabilities
+        precision = self.make()
+        capabilities: object = precision.capabilities
         assert isinstance(capabilities, PrecisionCapabilities), f"capabilities are {capabilities!r}"
         for field in dataclasses.fields(capabilities):
             value = getattr(capabilities, field.name)
             assert isinstance(value, bool), f"{field.name} is {value!r}"
-        assert caster.capabilities == capabilities
+        assert precision.capabilities == capabilities
         assert self.make().capabilities == capabilities
 
     def test_dtypes_are_floats_that_fit_each_other(self) -> None:
-        caster = self.make()
+        precision = self.make()
         for unit in self.units():
-            dtypes = caster.dtypes(unit)
+            dtypes = precision.dtypes(unit)
             assert isinstance(dtypes, UnitDtypes)
-            for dtype in (dtypes.compute, dtypes.wire, dtypes.reduce, dtypes.grad):
+            for dtype in (dtypes.compute, dtypes.communication, dtypes.reduce, dtypes.grad):
                 assert isinstance(dtype, torch.dtype), _about(unit)
                 assert dtype.is_floating_point, f"{dtype}, {_about(unit)}"
             assert dtypes.buffer is None or dtypes.buffer.is_floating_point, _about(unit)
-            assert torch.promote_types(dtypes.wire, dtypes.reduce) is dtypes.reduce, (
-                f"gradients travel in {dtypes.wire} and are accumulated in {dtypes.reduce}, {_about(unit)}"
+            assert torch.promote_types(dtypes.communication, dtypes.reduce) is dtypes.reduce, (
+                f"gradients travel in {dtypes.communication} and are accumulated in {dtypes.reduce}, {_about(unit)}"
             )
 
     def test_loss_scaling_is_said_of_fp16(self) -> None:
-        caster = self.make()
+        precision = self.make()
         for unit in self.units():
-            dtypes = caster.dtypes(unit)
-            underflows = torch.float16 in (dtypes.compute, dtypes.wire, dtypes.reduce)
+            dtypes = precision.dtypes(unit)
+            underflows = torch.float16 in (dtypes.compute, dtypes.communication, dtypes.reduce)
             if underflows and unit.master_dtype is not torch.float16:
-                assert caster.capabilities.loss_scaling, f"small gradients become zero, {_about(unit)}"
+                assert precision.capabilities.loss_scaling, f"small gradients become zero, {_about(unit)}"
 
     def test_answers_are_the_same_each_time_and_on_every_rank(self) -> None:
         with as_rank(0):
-            caster = self.make()
-            first = self._answers(caster)
-            again = self._answers(caster, backwards=True)
+            precision = self.make()
+            first = self._answers(precision)
+            again = self._answers(precision, backwards=True)
         with as_rank(1):
             other = self._answers(self.make(), backwards=True)
         assert first == again
         assert first == other
 
     def test_yes_or_no_questions_get_a_bool(self) -> None:
-        caster = self.make()
+        precision = self.make()
         for module in (torch.nn.LayerNorm(4), torch.nn.BatchNorm1d(4), torch.nn.Linear(2, 2), torch.nn.Sequential()):
-            answer: object = caster.leaves_alone(module)
+            answer: object = precision.leaves_alone(module)
             assert isinstance(answer, bool), f"leaves_alone answers {answer!r} for a {type(module).__name__}"
         for unit in self.units():
-            answer = caster.full_precision_in_eval(unit)
+            answer = precision.full_precision_in_eval(unit)
             assert isinstance(answer, bool), f"full_precision_in_eval answers {answer!r}, {_about(unit)}"
 
     @pytest.mark.parametrize("dtype", _FLOATS, ids=str)
@@ -175,80 +175,84 @@ class PrecisionSuite(LocalPluginSuite):
             values = self._values(dtype).requires_grad_()
             _assert_ones_come_back(values, cast(values), unit)
 
-    def test_wires_are_multiples_of_16_bytes_of_a_plugin_that_encodes(self) -> None:
-        caster = self.make()
-        for unit, spec in self._wires(caster):
-            assert isinstance(spec, WireSpec), _about(unit)
-            assert caster.capabilities.encodes, "it answers a WireSpec: say so, PrecisionCapabilities(encodes=True)"
+    def test_encoded_gathers_are_multiples_of_16_bytes_of_a_plugin_that_encodes(self) -> None:
+        precision = self.make()
+        for unit, spec in self._encodings(precision):
+            assert isinstance(spec, GatherEncoding), _about(unit)
+            assert precision.capabilities.encodes, (
+                "it answers a GatherEncoding: say so, PrecisionCapabilities(encodes=True)"
+            )
             assert type(spec.nbytes_per_rank) is int, _about(unit)
             assert spec.nbytes_per_rank > 0, _about(unit)
             assert spec.nbytes_per_rank % _WIRE_ALIGNMENT == 0, f"{spec.nbytes_per_rank} bytes, {_about(unit)}"
 
     @pytest.mark.parametrize("ranks", [1, 2, 3])
     def test_encoded_shards_come_back(self, ranks: int) -> None:
-        caster = self._prepared(ranks)
-        for unit, spec in self._wires(caster):
+        precision = self._prepared(ranks)
+        for unit, spec in self._encodings(precision):
             shards = self._shards(unit, ranks)
-            wires = self._encoded(caster, unit, spec, shards)
-            dtypes = {caster.dtypes(unit).compute}
-            if caster.full_precision_in_eval(unit):
+            messages = self._encoded(precision, unit, spec, shards)
+            dtypes = {precision.dtypes(unit).compute}
+            if precision.full_precision_in_eval(unit):
                 dtypes.add(unit.master_dtype)
             for dtype in dtypes:
-                self._assert_near(self._decoded(caster, unit, wires, dtype), shards, _about(unit))
+                self._assert_near(self._decoded(precision, unit, messages, dtype), shards, _about(unit))
 
     def test_shards_encoded_together_come_back(self) -> None:
-        caster = self._prepared(2)
-        specs = dict(self._wires(caster))
+        precision = self._prepared(2)
+        specs = dict(self._encodings(precision))
         units = list(specs)
         if not units:
             return
-        wires = [self._bytes(2, spec) for spec in specs.values()]
+        messages = [self._bytes(2, spec) for spec in specs.values()]
         shards = [self._shards(unit, 2) for unit in units]
         outs = [
-            torch.full_like(shard, float("nan"), dtype=caster.dtypes(unit).compute)
+            torch.full_like(shard, float("nan"), dtype=precision.dtypes(unit).compute)
             for unit, shard in zip(units, shards, strict=True)
         ]
         for rank in range(2):
-            caster.encode_many(units, [wire[rank] for wire in wires], [shard[rank].clone() for shard in shards])
-        caster.decode_many(units, wires, outs)
+            precision.encode_many(
+                units, [message[rank] for message in messages], [shard[rank].clone() for shard in shards]
+            )
+        precision.decode_many(units, messages, outs)
         for unit, shard, out in zip(units, shards, outs, strict=True):
             self._assert_near(out, shard, _about(unit))
 
     def test_encoded_zeros_come_back_as_zeros(self) -> None:
-        caster = self._prepared(2)
-        for unit, spec in self._wires(caster):
+        precision = self._prepared(2)
+        for unit, spec in self._encodings(precision):
             zeros = torch.zeros(2, unit.shard_numel, dtype=unit.master_dtype, device=self.device)
-            out = self._decoded(caster, unit, self._encoded(caster, unit, spec, zeros))
+            out = self._decoded(precision, unit, self._encoded(precision, unit, spec, zeros))
             assert not out.any(), f"{out.tolist()}, {_about(unit)}"
 
     def test_a_shard_without_elements_is_encoded(self) -> None:
         # A unit whose parameters have no element is gathered like any other.
-        caster = self._prepared(2)
+        precision = self._prepared(2)
         for dtype in _FLOATS:
             unit = self._unit("layers.1", 0, dtype)
-            spec = caster.wire(unit)
+            spec = precision.encoding(unit)
             if spec is not None:
                 assert spec.nbytes_per_rank > 0, _about(unit)
-                self._decoded(caster, unit, self._encoded(caster, unit, spec, self._shards(unit, 2)))
+                self._decoded(precision, unit, self._encoded(precision, unit, spec, self._shards(unit, 2)))
 
     def test_encoding_leaves_the_shard_as_it_was(self) -> None:
-        caster = self._prepared(2)
-        for unit, spec in self._wires(caster):
+        precision = self._prepared(2)
+        for unit, spec in self._encodings(precision):
             shards = self._shards(unit, 2)
             before = shards.clone()
-            for wire, shard in zip(self._bytes(2, spec), shards, strict=True):
-                caster.encode(unit, wire, shard)
+            for message, shard in zip(self._bytes(2, spec), shards, strict=True):
+                precision.encode(unit, message, shard)
             assert torch.equal(shards, before), _about(unit)
 
     def test_encoding_writes_all_that_decoding_reads(self) -> None:
         # The engine takes memory for each gather, with whatever was there.
         for leftover in (0, 255):
-            caster = self._prepared(2)
-            for unit, spec in self._wires(caster):
+            precision = self._prepared(2)
+            for unit, spec in self._encodings(precision):
                 shards = self._shards(unit, 2)
-                wires = self._encoded(caster, unit, spec, shards, leftover)
+                messages = self._encoded(precision, unit, spec, shards, leftover)
                 self._assert_near(
-                    self._decoded(caster, unit, wires), shards, f"over bytes of {leftover}, {_about(unit)}"
+                    self._decoded(precision, unit, messages), shards, f"over bytes of {leftover}, {_about(unit)}"
                 )
 
     @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -280,10 +284,10 @@ class PrecisionSuite(LocalPluginSuite):
                 gather.check(self.form_tolerance)
 
     def test_state_survives_a_checkpoint(self) -> None:
-        caster, restored = self._prepared(2), self.make()
-        for unit, spec in self._wires(caster):
-            self._encoded(caster, unit, spec, self._shards(unit, 2))
-        state = copy.deepcopy(dict(caster.state_dict()))
+        precision, restored = self._prepared(2), self.make()
+        for unit, spec in self._encodings(precision):
+            self._encoded(precision, unit, spec, self._shards(unit, 2))
+        state = copy.deepcopy(dict(precision.state_dict()))
         stream = io.BytesIO()
         torch.save(state, stream)
         stream.seek(0)
@@ -302,27 +306,27 @@ class PrecisionSuite(LocalPluginSuite):
         difference = (scores - expected).abs().max().item()
         assert difference <= self.training_tolerance * expected.abs().max().item(), f"scores are {difference:.3g} off"
 
-    def _answers(self, caster: PrecisionCaster, backwards: bool = False) -> list[Any]:
+    def _answers(self, precision: PrecisionPlugin, backwards: bool = False) -> list[Any]:
         units = list(self.units())
         answers = [
             (
-                caster.dtypes(unit),
-                caster.wire(unit),
-                caster.full_precision_in_eval(unit),
-                caster.input_cast(unit) is None,
-                caster.output_cast(unit) is None,
+                precision.dtypes(unit),
+                precision.encoding(unit),
+                precision.full_precision_in_eval(unit),
+                precision.input_cast(unit) is None,
+                precision.output_cast(unit) is None,
             )
             for unit in (reversed(units) if backwards else units)
         ]
-        alone = [caster.leaves_alone(module) for module in (torch.nn.LayerNorm(4), torch.nn.Linear(2, 2))]
+        alone = [precision.leaves_alone(module) for module in (torch.nn.LayerNorm(4), torch.nn.Linear(2, 2))]
         return [*alone, *(answers[::-1] if backwards else answers)]
 
     def _formed(self, ranks: int) -> Iterator[_FormedGather]:
         """The weights of a buffer, of a precision plugin that lets linear layers compute with bytes."""
-        caster, unit = self.make(), self._unit("layers.0", _FORMED_SHARDS[ranks])
+        precision, unit = self.make(), self._unit("layers.0", _FORMED_SHARDS[ranks])
         layers = [torch.nn.Linear(columns, rows, device=self.device) for rows, columns in _WEIGHTS]
-        if all(caster.forms(unit, layer, f"layers.0.{index}") for index, layer in enumerate(layers)):
-            yield _FormedGather(caster, caster.dtypes(unit).compute, ranks, self.device)
+        if all(precision.forms(unit, layer, f"layers.0.{index}") for index, layer in enumerate(layers)):
+            yield _FormedGather(precision, precision.dtypes(unit).compute, ranks, self.device)
 
     def _shard_of_weights(self, ranks: int, seed: int = 0) -> torch.Tensor:
         """``[ranks, shard_numel]``: rows of ``_WEIGHTS``, and what the last rank has behind them."""
@@ -334,22 +338,22 @@ class PrecisionSuite(LocalPluginSuite):
 
     def _casts(self, method: str) -> Iterator[tuple[UnitSpec, Any]]:
         """Units with the casts that ``method`` of a new precision plugin answers."""
-        caster = self.make()
-        casts = ((unit, getattr(caster, method)(unit)) for unit in self.units())
+        precision = self.make()
+        casts = ((unit, getattr(precision, method)(unit)) for unit in self.units())
         return ((unit, cast) for unit, cast in casts if cast is not None)
 
-    def _wires(self, caster: PrecisionCaster) -> Iterator[tuple[UnitSpec, WireSpec]]:
+    def _encodings(self, precision: PrecisionPlugin) -> Iterator[tuple[UnitSpec, GatherEncoding]]:
         for unit in self.units():
-            spec = caster.wire(unit)
+            spec = precision.encoding(unit)
             if spec is not None:
                 yield unit, spec
 
-    def _prepared(self, ranks: int) -> PrecisionCaster:
+    def _prepared(self, ranks: int) -> PrecisionPlugin:
         """A new precision plugin, before the gathers of a forward."""
-        caster = self.make()
-        if caster.capabilities.encodes:
-            caster.prepare(self.units(), _pretended(ranks, self.device))
-        return caster
+        precision = self.make()
+        if precision.capabilities.encodes:
+            precision.prepare(self.units(), _pretended(ranks, self.device))
+        return precision
 
     def _shards(self, unit: UnitSpec, ranks: int) -> torch.Tensor:
         """``[ranks, shard_numel]``, larger from rank to rank."""
@@ -358,40 +362,40 @@ class PrecisionSuite(LocalPluginSuite):
         return (shards * torch.arange(1, ranks + 1).unsqueeze(1)).to(unit.master_dtype).to(self.device)
 
     def _encoded(
-        self, caster: PrecisionCaster, unit: UnitSpec, spec: WireSpec, shards: torch.Tensor, leftover: int = 0
+        self, precision: PrecisionPlugin, unit: UnitSpec, spec: GatherEncoding, shards: torch.Tensor, leftover: int = 0
     ) -> torch.Tensor:
-        wires = self._bytes(len(shards), spec, leftover)
-        for wire, shard in zip(wires, shards.clone(), strict=True):
-            caster.encode(unit, wire, shard)
-        return wires
+        messages = self._bytes(len(shards), spec, leftover)
+        for message, shard in zip(messages, shards.clone(), strict=True):
+            precision.encode(unit, message, shard)
+        return messages
 
-    def _bytes(self, ranks: int, spec: WireSpec, leftover: int = 0) -> torch.Tensor:
+    def _bytes(self, ranks: int, spec: GatherEncoding, leftover: int = 0) -> torch.Tensor:
         return torch.full((ranks, spec.nbytes_per_rank), leftover, dtype=torch.uint8, device=self.device)
 
     def _decoded(
-        self, caster: PrecisionCaster, unit: UnitSpec, wires: torch.Tensor, dtype: torch.dtype | None = None
+        self, precision: PrecisionPlugin, unit: UnitSpec, messages: torch.Tensor, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """In ``dtype``, by default that of compute."""
-        dtype = dtype or caster.dtypes(unit).compute
-        out = torch.full((len(wires), unit.shard_numel), float("nan"), dtype=dtype, device=self.device)
-        caster.decode(unit, wires, out)
+        dtype = dtype or precision.dtypes(unit).compute
+        out = torch.full((len(messages), unit.shard_numel), float("nan"), dtype=dtype, device=self.device)
+        precision.decode(unit, messages, out)
         return out
 
     def _assert_near(self, out: torch.Tensor, shards: torch.Tensor, about: str) -> None:
         largest = shards.abs().max().item()
         # A NaN is not near.
-        assert (out.double() - shards.double()).abs().max() <= self.wire_tolerance * largest, about
+        assert (out.double() - shards.double()).abs().max() <= self.encoding_tolerance * largest, about
 
 
 class _FormedGather:
     """The lanes of ``_WEIGHTS`` over some ranks, and what layers compute with."""
 
-    def __init__(self, caster: PrecisionCaster, compute: torch.dtype, ranks: int, device: torch.device) -> None:
+    def __init__(self, precision: PrecisionPlugin, compute: torch.dtype, ranks: int, device: torch.device) -> None:
         offsets = (0, _WEIGHTS[0][0] * _WEIGHTS[0][1])
         names = ("layers.0.0.weight", "layers.0.1.weight")
         weights = FormedWeights("layers.0", names, _WEIGHTS, offsets, ranks, _FORMED_SHARDS[ranks], compute, device)
         self._weights, self._compute = weights, compute
-        self.form = caster.form(weights)
+        self.form = precision.form(weights)
         assert isinstance(self.form, LinearForm), f"form() answered {self.form!r}"
         for nbytes in self.form.lanes:
             assert type(nbytes) is int, f"a lane of {nbytes!r} bytes"

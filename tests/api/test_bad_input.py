@@ -11,7 +11,7 @@ import polyshard
 import pytest
 import torch
 from polyshard import ShardConfig, errors
-from polyshard.interfaces import PolicyContext, PrecisionCaster, UnitDtypes, UnitPlan, UnitSpec, WrapPolicy
+from polyshard.interfaces import PolicyContext, PrecisionPlugin, UnitDtypes, UnitPlan, UnitSpec, WrapPolicy
 from polyshard_tools.explaining import explain
 from polyshard_tools.forecast import plan
 from refusal import Holder, Silent, Subclass, Tower, description, refused, silent
@@ -307,7 +307,7 @@ def test_what_else_a_plugin_raises_stays_what_it_is_with_a_note_of_the_plugin() 
         def step_end(self) -> None:
             raise ZeroDivisionError("no step more")
 
-    class Doubts(PrecisionCaster):
+    class Doubts(PrecisionPlugin):
         def dtypes(self, unit: UnitSpec) -> UnitDtypes:
             raise ZeroDivisionError(unit.label)
 

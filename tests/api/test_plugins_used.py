@@ -27,10 +27,10 @@ GROUPS = [
 ]
 SOURCE = """
 from polyshard import hookimpl
-from polyshard.interfaces import Group, Listener, PrecisionCaster, WrapPolicy
+from polyshard.interfaces import Group, Listener, PrecisionPlugin, WrapPolicy
 
 
-class Twice(PrecisionCaster):
+class Twice(PrecisionPlugin):
     api_version = 1
 
     def __init__(self, context, inner):
@@ -40,7 +40,7 @@ class Twice(PrecisionCaster):
         return self.inner.dtypes(unit)
 
 
-class Says(PrecisionCaster):
+class Says(PrecisionPlugin):
     api_version = 1
     local_options = frozenset({"text"})
 
@@ -96,14 +96,14 @@ def test_a_factory_constructs_another_plugin_by_name() -> None:
     model.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     model(torch.ones(1, 4, dtype=torch.bfloat16))
     assert seen == [torch.bfloat16]
-    [caster] = [plugin for plugin in polyshard.plugins(model) if plugin.group is Group.PRECISION]
-    assert (caster.name, caster.distribution, caster.version) == ("twice", "acme-made-of", "2.0")
-    assert Path(caster.file).name == "acme_made_of.py"
-    assert caster.options == {"inner": inner}
-    [mixed] = caster.inner
+    [plugin] = [plugin for plugin in polyshard.plugins(model) if plugin.group is Group.PRECISION]
+    assert (plugin.name, plugin.distribution, plugin.version) == ("twice", "acme-made-of", "2.0")
+    assert Path(plugin.file).name == "acme_made_of.py"
+    assert plugin.options == {"inner": inner}
+    [mixed] = plugin.inner
     assert (mixed.name, mixed.value) == ("mixed", "polyshard_plugins.precision:Mixed")
     assert mixed.options == {"param": "bf16"}
-    assert mixed.instance is caster.instance.inner  # type: ignore[attr-defined]
+    assert mixed.instance is plugin.instance.inner  # type: ignore[attr-defined]
 
 
 def test_the_plugins_of_units_are_told_with_their_module() -> None:

@@ -234,7 +234,7 @@ class Counting(Unchanged):
         self.amax = state["amax"]
 
 
-def test_a_precision_caster_takes_its_state_back(tmp_path: Path) -> None:
+def test_a_precision_plugin_takes_its_state_back(tmp_path: Path) -> None:
     one, other = Counting(), Counting()
     choice = {"name": "fake", "rank": 0, "world_size": 2}
     model = shard(net(0), choice, precision=one)

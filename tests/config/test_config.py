@@ -479,7 +479,7 @@ def test_naming_the_same_plugin_again_keeps_its_options(tmp_path: Path) -> None:
 )
 def test_options_are_toml_values_or_plain_text(text: str, value: Any) -> None:
     config = ShardConfig().with_environment({"POLYSHARD_PRECISION__WIRE": text})
-    assert config.precision == {"name": "none", "wire": value}
+    assert config.precision == {"name": "none", "communication": value}
 
 
 @pytest.mark.parametrize(

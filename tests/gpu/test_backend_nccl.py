@@ -190,7 +190,7 @@ def test_exchanges_can_be_captured() -> None:
         assert gathered == [other + 1.0 for other in range(WORLD_SIZE)]
 
 
-def reduce_large(collectives: Collectives, numels: Sequence[int], wire: torch.dtype) -> float:
+def reduce_large(collectives: Collectives, numels: Sequence[int], travels: torch.dtype) -> float:
     """Largest error of reductions into fp32, one after the other, against fp64, as a share of the largest value."""
     world_size, rank, device = collectives.world_size, collectives.rank, collectives.device
     worst = 0.0
@@ -198,7 +198,7 @@ def reduce_large(collectives: Collectives, numels: Sequence[int], wire: torch.dt
         sent = []
         for sender in range(world_size):
             generator = torch.Generator(device).manual_seed(100 * turn + sender)
-            sent.append(torch.randn(world_size * n, generator=generator, device=device).to(wire))
+            sent.append(torch.randn(world_size * n, generator=generator, device=device).to(travels))
         out = torch.empty(n, device=device)
         collectives.reduce_scatter(out, sent[rank].clone(), op=ReduceOp.MEAN).wait()
         exact = torch.stack([whole[rank * n : (rank + 1) * n].double() for whole in sent]).mean(0)
@@ -210,10 +210,10 @@ def reduce_large(collectives: Collectives, numels: Sequence[int], wire: torch.dt
 LONG = 1 << 22
 
 
-@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("travels", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("numels", [(1 << 16,), (LONG, LONG, LONG + 8, LONG, LONG + 3, LONG + 3)], ids=len)
-def test_widening_reduction_is_as_exact_as_fp32(numels: Sequence[int], wire: torch.dtype) -> None:
-    assert max(run(reduce_large, numels, wire)) < 1e-6
+def test_widening_reduction_is_as_exact_as_fp32(numels: Sequence[int], travels: torch.dtype) -> None:
+    assert max(run(reduce_large, numels, travels)) < 1e-6
 
 
 def misused(collectives: Collectives) -> list[str]:
@@ -224,8 +224,8 @@ def misused(collectives: Collectives) -> list[str]:
         with pytest.raises(CollectiveError) as raised:
             collectives.all_gather(torch.zeros(numel, dtype=out_dtype, device=device), torch.zeros(1, device=device))
         said.append(str(raised.value))
-    for wire in (torch.float32, torch.bfloat16):
-        full = torch.zeros(2 * world_size + 1, dtype=wire, device=device)
+    for travels in (torch.float32, torch.bfloat16):
+        full = torch.zeros(2 * world_size + 1, dtype=travels, device=device)
         with pytest.raises(CollectiveError) as raised:
             collectives.reduce_scatter(torch.zeros(2, device=device), full, op=ReduceOp.MEAN)
         said.append(str(raised.value))

@@ -40,8 +40,8 @@ CASES: dict[str, tuple[type[Any], Callable[[PluginContext], Any]]] = {
 #: Of the suites' tolerances, those that are not their own.
 TOLERANCES: dict[str, dict[str, float]] = {
     "Fp32": {"training_tolerance": 1e-5},
-    "Int8": {"wire_tolerance": 0.0065},
-    "Fp8": {"wire_tolerance": 0.067},
+    "Int8": {"encoding_tolerance": 0.0065},
+    "Fp8": {"encoding_tolerance": 0.067},
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+from encodings_of_gathers import CASES, Watched, decoded, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import local
@@ -24,7 +25,6 @@ from processes import KeptRanks, gpu_ranks
 from torch import nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
-from wires import CASES, Watched, decoded, normal
 
 pytestmark = pytest.mark.gpu
 
@@ -132,19 +132,19 @@ def test_losses_are_near_those_of_bf16(weight_gradient: str, how: dict[str, bool
     assert fp8 == pytest.approx(plain, rel=0.01)
 
 
-# Gathers of eight bits on GPUs: kernels and plain codec, bit for bit, and over NCCL; CPU twin: ``test_wire``.
+# Gathers of eight bits: kernels and plain codec, bit for bit, and over NCCL; CPU twin: ``test_encoded_gathers``.
 
 
 WORLD_SIZE = gpu_ranks()
 RANKS = KeptRanks("nccl")
 run = partial(RANKS.run, WORLD_SIZE)
-CASTERS: dict[str, type[BlockScaled]] = {"int8": Int8, "fp8": Fp8}
+PRECISIONS: dict[str, type[BlockScaled]] = {"int8": Int8, "fp8": Fp8}
 COMPUTES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 NUMBERS = pytest.mark.parametrize("name", ["int8", "fp8"])
 
 
-def caster(name: str, **options: Any) -> BlockScaled:
-    return CASTERS[name](PluginContext(name, CUDA), **{"min_numel": 0, **options})
+def plugin(name: str, **options: Any) -> BlockScaled:
+    return PRECISIONS[name](PluginContext(name, CUDA), **{"min_numel": 0, **options})
 
 
 def unit(shard: torch.Tensor) -> UnitSpec:
@@ -154,26 +154,26 @@ def unit(shard: torch.Tensor) -> UnitSpec:
 
 def on_host(shard: torch.Tensor, code: BlockCode) -> torch.Tensor:
     """``[1, nbytes]`` that the plain codec writes on the CPU."""
-    wire = torch.full((1, code.nbytes(shard.numel())), 77, dtype=torch.uint8)
-    code.encode(wire[0], shard)
-    return wire
+    message = torch.full((1, code.nbytes(shard.numel())), 77, dtype=torch.uint8)
+    code.encode(message[0], shard)
+    return message
 
 
 def on_device(shards: list[torch.Tensor], name: str, block: int) -> list[torch.Tensor]:
     """``[1, nbytes]`` of each that the precision plugin writes on CUDA, where Triton is there by kernels."""
     code = BlockCode(Number(name), block)
-    wires = [torch.full((1, code.nbytes(shard.numel())), 99, dtype=torch.uint8, device=CUDA) for shard in shards]
+    messages = [torch.full((1, code.nbytes(shard.numel())), 99, dtype=torch.uint8, device=CUDA) for shard in shards]
     given = [shard.to(CUDA) for shard in shards]
-    caster(name, block=block).encode_many([unit(shard) for shard in given], [wire[0] for wire in wires], given)
-    return wires
+    plugin(name, block=block).encode_many([unit(shard) for shard in given], [message[0] for message in messages], given)
+    return messages
 
 
 def read(
-    wires: list[torch.Tensor], shards: list[torch.Tensor], name: str, block: int, compute: str
+    messages: list[torch.Tensor], shards: list[torch.Tensor], name: str, block: int, compute: str
 ) -> list[torch.Tensor]:
-    """What the precision plugin makes of ``wires`` on CUDA, on the CPU."""
+    """What the precision plugin makes of ``messages`` on CUDA, on the CPU."""
     outs = [torch.full((1, shard.numel()), math.nan, dtype=COMPUTES[compute], device=CUDA) for shard in shards]
-    caster(name, block=block, compute=compute).decode_many([unit(shard) for shard in shards], wires, outs)
+    plugin(name, block=block, compute=compute).decode_many([unit(shard) for shard in shards], messages, outs)
     return [out.cpu() for out in outs]
 
 
@@ -188,18 +188,18 @@ def test_triton_is_there() -> None:
 def test_bits_are_those_of_the_plain_codec(
     case: str, name: str, block: int, triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU they follow the formula: ``tests/plugins/test_wire.py``."""
+    """On the CPU they follow the formula: ``tests/plugins/test_encoded_gathers.py``."""
     if not triton:
         monkeypatch.setattr("polyshard_plugins.block_scaled.kernels_for", lambda tensor, name: None)
     shard = CASES[case]()
     code = BlockCode(Number(name), block)
     wanted = on_host(shard, code)
-    (wire,) = on_device([shard], name, block)
-    assert torch.equal(wire.cpu(), wanted)
+    (message,) = on_device([shard], name, block)
+    assert torch.equal(message.cpu(), wanted)
     for compute, dtype in COMPUTES.items():
         plain = torch.empty(1, shard.numel(), dtype=dtype)
         code.decode(wanted, plain)
-        (out,) = read([wire], [shard], name, block, compute)
+        (out,) = read([message], [shard], name, block, compute)
         # Kernels multiply in fp32.
         exact = 3e-7 if compute == "fp64" else 0.0
         torch.testing.assert_close(out, plain, rtol=exact, atol=0.0, equal_nan=True)
@@ -210,8 +210,8 @@ def test_bits_are_those_of_the_plain_codec(
 @given(st.lists(st.floats(width=32), min_size=1, max_size=40))
 def test_any_values_give_the_bits_of_the_plain_codec(name: str, values: list[float]) -> None:
     shard = torch.tensor(values, dtype=torch.float32)
-    (wire,) = on_device([shard], name, 16)
-    assert torch.equal(wire.cpu(), on_host(shard, BlockCode(Number(name), 16)))
+    (message,) = on_device([shard], name, 16)
+    assert torch.equal(message.cpu(), on_host(shard, BlockCode(Number(name), 16)))
 
 
 @NUMBERS
@@ -220,11 +220,11 @@ def test_twenty_units_of_unlike_sizes_and_dtypes_go_in_few_launches(name: str) -
     shards = [normal(17 * index + 1, dtypes[index % 2]) for index in range(40)]
     code = BlockCode(Number(name), 64)
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiled:
-        wires = on_device(shards, name, 64)
+        messages = on_device(shards, name, 64)
         torch.cuda.synchronize()
-    for wire, shard in zip(wires, shards, strict=True):
-        assert torch.equal(wire.cpu(), on_host(shard, code))
-    for out, shard in zip(read(wires, shards, name, 64, "bf16"), shards, strict=True):
+    for message, shard in zip(messages, shards, strict=True):
+        assert torch.equal(message.cpu(), on_host(shard, code))
+    for out, shard in zip(read(messages, shards, name, 64, "bf16"), shards, strict=True):
         plain = torch.empty(1, shard.numel(), dtype=torch.bfloat16)
         code.decode(on_host(shard, code), plain)
         assert torch.equal(out, plain)
@@ -239,7 +239,7 @@ def watched(rank: int, name: str, offload: str, infinite: bool) -> list[torch.Te
     polyshard.shard(
         model,
         polyshard.ShardConfig(
-            precision=caster(name, block=32, compute="fp32"),
+            precision=plugin(name, block=32, compute="fp32"),
             policy={"name": "module_class", "classes": [Watched]},
             offload=offload,
         ),

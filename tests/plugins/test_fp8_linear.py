@@ -13,7 +13,7 @@ import pytest
 import torch
 from parity import draw, local, on_ranks, root_of, sharded_copy, units_of, whole
 from polyshard.errors import StateError, UnsupportedError
-from polyshard.interfaces import PluginContext, PrecisionCaster
+from polyshard.interfaces import PluginContext, PrecisionPlugin
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.fp8_linear import Fp8Linear
@@ -23,15 +23,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 
-def caster(**options: Any) -> Fp8Linear:
+def plugin(**options: Any) -> Fp8Linear:
     return Fp8Linear(PluginContext("fp8_linear", torch.device("cpu")), **options)
 
 
 class TestFp8Linear(PrecisionSuite):
     form_tolerance = 0.05
 
-    def make(self) -> PrecisionCaster:
-        return caster()
+    def make(self) -> PrecisionPlugin:
+        return plugin()
 
 
 class Feed(nn.Module):
@@ -161,7 +161,7 @@ def test_training_follows_the_formula(ranks: int, options: dict[str, Any], setti
         expected.append([loss.item() for loss in losses])
 
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[list[float], dict[str, torch.Tensor]]:
-        precision = caster(compute="fp32", **options)
+        precision = plugin(compute="fp32", **options)
         mine = sharded_copy(model, rank, world, precision=precision, policy=units_of(Feed), **settings)
         return trained(mine, rank), whole(mine)
 
@@ -187,7 +187,7 @@ def pretended(model: nn.Module, precision: object, ranks: int = 4, **settings: A
 
 def test_half_of_the_bytes_of_bf16_travel() -> None:
     moved = []
-    for precision in ("bf16", caster()):
+    for precision in ("bf16", plugin()):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
         collectives = pretended(model, precision, policy=units_of(nn.Linear))
@@ -215,7 +215,7 @@ def test_other_layers_compute_in_the_compute_dtype() -> None:
     model.tied = nn.Linear(32, 32, bias=False)
     model.tie = nn.Linear(32, 32, bias=False)
     model.tie.weight = model.tied.weight
-    pretended(model, caster(leave_out="left_*", leave_alone=nn.Sequential), policy=units_of(Odd))
+    pretended(model, plugin(leave_out="left_*", leave_alone=nn.Sequential), policy=units_of(Odd))
     formed = [unit.spec.parameter_names for unit in root_of(model).units if unit.forms]
     assert formed == [("taken.weight",)]
     assert labels(model)[:2] == ["(root)", "(root)[float32, formed]"]
@@ -224,8 +224,8 @@ def test_other_layers_compute_in_the_compute_dtype() -> None:
 def test_part_of_it_cannot_be_kept_for_backward() -> None:
     model = model_of()
     with pytest.raises(UnsupportedError, match=r"reshard_after_forward=2 for 'blocks\.0\.(up|down)\.weight'"):
-        pretended(model, caster(), reshard_after_forward=2)
-    pretended(model, caster())
+        pretended(model, plugin(), reshard_after_forward=2)
+    pretended(model, plugin())
     assert model(torch.ones(2, 32)).isfinite().all()
 
 
@@ -236,7 +236,7 @@ def test_rows_of_zeros_stay_zeros_and_what_is_not_finite_shows() -> None:
         model.up.bias.zero_()
 
     def on_rank(rank: int, world: ThreadedWorld) -> list[torch.Tensor]:
-        mine = sharded_copy(model, rank, world, precision=caster(compute="fp32"))
+        mine = sharded_copy(model, rank, world, precision=plugin(compute="fp32"))
         seen: list[torch.Tensor] = []
         mine.up.register_forward_hook(lambda _, __, output: seen.append(output.detach().clone()))  # type: ignore[union-attr]
         mine(draw(4, 32).float())
@@ -259,7 +259,7 @@ def test_evaluation_computes_as_training_does_and_unsharded_in_full_precision() 
     expected = model(x)
 
     def on_rank(rank: int, world: ThreadedWorld) -> Iterator[torch.Tensor]:
-        mine = sharded_copy(model, rank, world, precision=caster(compute="fp32"), policy=units_of(Feed))
+        mine = sharded_copy(model, rank, world, precision=plugin(compute="fp32"), policy=units_of(Feed))
         trains = mine(x).detach()
         with torch.no_grad():
             evaluates = mine.eval()(x)
@@ -286,7 +286,7 @@ class Peeks(nn.Module):
 
 def test_a_weight_that_something_else_computes_with_is_nan() -> None:
     model = nn.Sequential(Peeks())
-    pretended(model, caster(), policy=units_of(Peeks))
+    pretended(model, plugin(), policy=units_of(Peeks))
     assert model(torch.ones(2, 32)).isnan().all()
 
 
@@ -294,7 +294,7 @@ def test_the_first_call_of_all_may_be_a_layers() -> None:
     layers = nn.Sequential(nn.Linear(32, 32))
 
     def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
-        model: Any = sharded_copy(layers, rank, world, precision=caster(), policy="always")
+        model: Any = sharded_copy(layers, rank, world, precision=plugin(), policy="always")
         return model[0](torch.ones(2, 32)).detach()  # type: ignore[no-any-return]
 
     assert all(output.isfinite().all() for output in on_ranks(2, on_rank))
@@ -302,7 +302,7 @@ def test_the_first_call_of_all_may_be_a_layers() -> None:
 
 def test_a_forward_that_was_replaced_after_sharding_is_refused() -> None:
     model = model_of()
-    pretended(model, caster())
+    pretended(model, plugin())
     down = model.blocks[0].down
     down.forward = lambda input: input  # type: ignore[method-assign]
     with pytest.raises(StateError, match=r"forward of 'blocks\.0\.down' was replaced"):
@@ -318,6 +318,6 @@ def test_compiled_blocks_compute_as_eager_ones_without_a_break(monkeypatch: pyte
         model = model_of()
         for block in model.blocks if compiles else ():
             block.compile(fullgraph=True)
-        pretended(model, caster(), ranks=2)
+        pretended(model, plugin(), ranks=2)
         losses.append(trained(model, 0, 4))
     assert losses[1] == pytest.approx(losses[0], rel=0.01)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from polyshard.errors import ConfigError
-from polyshard.interfaces import PluginContext, PrecisionCaster, UnitDtypes, UnitSpec
+from polyshard.interfaces import PluginContext, PrecisionPlugin, UnitDtypes, UnitSpec
 from polyshard_plugins.precision import Bf16, Fp16, Fp32, Mixed, Unchanged
 from torch import nn
 
@@ -35,8 +35,8 @@ def unit(
     )
 
 
-def cast_inputs(caster: PrecisionCaster, *args: Any, of: UnitSpec | None = None, **kwargs: Any) -> Any:
-    cast = caster.input_cast(of or unit())
+def cast_inputs(plugin: PrecisionPlugin, *args: Any, of: UnitSpec | None = None, **kwargs: Any) -> Any:
+    cast = plugin.input_cast(of or unit())
     assert cast is not None
     return cast(args, kwargs)
 
@@ -46,15 +46,15 @@ def cast_inputs(caster: PrecisionCaster, *args: Any, of: UnitSpec | None = None,
 
 @pytest.mark.parametrize("master", [F16, BF16, F32, F64])
 def test_none_keeps_each_parameters_own_dtype_and_casts_nothing(master: torch.dtype) -> None:
-    caster = Unchanged(context("none"))
-    assert caster.dtypes(unit(master=master)) == UnitDtypes(master, master, master, master, None)
-    assert caster.input_cast(unit(master=master)) is None
-    assert caster.output_cast(unit(master=master)) is None
+    plugin = Unchanged(context("none"))
+    assert plugin.dtypes(unit(master=master)) == UnitDtypes(master, master, master, master, None)
+    assert plugin.input_cast(unit(master=master)) is None
+    assert plugin.output_cast(unit(master=master)) is None
 
 
 @pytest.mark.parametrize(("factory", "compute"), [(Fp32, F32), (Bf16, BF16), (Fp16, F16)])
 @pytest.mark.parametrize("master", [BF16, F32, F64])
-def test_uniform_casters_reduce_in_fp32_and_give_gradients_in_the_master_dtype(
+def test_uniform_precisions_reduce_in_fp32_and_give_gradients_in_the_master_dtype(
     factory: Any, compute: torch.dtype, master: torch.dtype
 ) -> None:
     assert factory(context()).dtypes(unit(master=master)) == UnitDtypes(compute, compute, F32, master, None)
@@ -64,8 +64,8 @@ def test_only_dtypes_in_half_range_want_loss_scaling() -> None:
     assert Fp16(context()).capabilities.loss_scaling
     assert Mixed(context(), param="bf16", overrides={"head": {"param": "fp16"}}).capabilities.loss_scaling
     assert Mixed(context(), reduce="fp16").capabilities.loss_scaling
-    for caster in (Unchanged(context()), Fp32(context()), Bf16(context()), Mixed(context(), param="bf16")):
-        assert not caster.capabilities.loss_scaling
+    for plugin in (Unchanged(context()), Fp32(context()), Bf16(context()), Mixed(context(), param="bf16")):
+        assert not plugin.capabilities.loss_scaling
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_only_dtypes_in_half_range_want_loss_scaling() -> None:
         ({"param": "fp16"}, F32, UnitDtypes(F16, F16, F16, F32)),
         ({"reduce": "fp16"}, F32, UnitDtypes(F32, F16, F16, F32)),
         ({"param": "bf16", "reduce": "fp32"}, F32, UnitDtypes(BF16, BF16, F32, F32)),
-        ({"param": "bf16", "reduce": "fp32", "wire": "fp32"}, F32, UnitDtypes(BF16, F32, F32, F32)),
+        ({"param": "bf16", "reduce": "fp32", "communication": "fp32"}, F32, UnitDtypes(BF16, F32, F32, F32)),
         ({"param": "fp16", "reduce": "bf16"}, F32, UnitDtypes(F16, BF16, BF16, F32)),
         ({"param": "fp16", "keep_low_precision_grads": True}, F32, UnitDtypes(F16, F16, F16, F16)),
         ({"param": "fp16", "reduce": "fp32", "keep_low_precision_grads": True}, BF16, UnitDtypes(F16, F16, F32, BF16)),
@@ -98,31 +98,33 @@ dtype_names = st.sampled_from(["none", "fp16", "bf16", "fp32", "fp64"])
 
 
 @given(dtype_names, dtype_names, dtype_names, st.sampled_from([F16, BF16, F32, F64]))
-def test_every_accepted_mix_can_hold_what_travels(param: str, reduce: str, wire: str, master: torch.dtype) -> None:
+def test_every_accepted_mix_can_hold_what_travels(
+    param: str, reduce: str, communication: str, master: torch.dtype
+) -> None:
     try:
-        chosen = Mixed(context(), param=param, reduce=reduce, wire=wire).dtypes(unit(master=master))
+        chosen = Mixed(context(), param=param, reduce=reduce, communication=communication).dtypes(unit(master=master))
     except ConfigError:
-        assert wire != "none"
+        assert communication != "none"
         return
-    largest = torch.finfo(chosen.wire).max
-    assert torch.tensor(largest, dtype=chosen.wire).to(chosen.reduce).to(F64).item() == largest
-    assert torch.finfo(chosen.wire).eps >= torch.finfo(chosen.reduce).eps
+    largest = torch.finfo(chosen.communication).max
+    assert torch.tensor(largest, dtype=chosen.communication).to(chosen.reduce).to(F64).item() == largest
+    assert torch.finfo(chosen.communication).eps >= torch.finfo(chosen.reduce).eps
     assert chosen.grad == master
 
 
 @pytest.mark.parametrize("master", [torch.int64, torch.bool, torch.complex64])
 @pytest.mark.parametrize("factory", [Fp32, Bf16, Fp16, Mixed])
 def test_parameters_that_are_not_floating_point_are_left_as_they_are(factory: Any, master: torch.dtype) -> None:
-    caster = factory(context(), **({"param": "bf16"} if factory is Mixed else {}))
-    assert caster.dtypes(unit(master=master)) == UnitDtypes(master, master, master, master)
-    assert caster.input_cast(unit(master=master)) is None
+    plugin = factory(context(), **({"param": "bf16"} if factory is Mixed else {}))
+    assert plugin.dtypes(unit(master=master)) == UnitDtypes(master, master, master, master)
+    assert plugin.input_cast(unit(master=master)) is None
 
 
 # Units that differ
 
 
 def test_first_override_that_fits_counts_and_keeps_the_settings_it_does_not_name() -> None:
-    caster = Mixed(
+    plugin = Mixed(
         context(),
         param="bf16",
         reduce="fp32",
@@ -132,34 +134,34 @@ def test_first_override_that_fits_counts_and_keeps_the_settings_it_does_not_name
             "layers.*": {"param": "fp16", "full_precision_in_eval": True},
         },
     )
-    assert caster.dtypes(unit("layers.1", nn.Embedding)) == UnitDtypes(F32, F32, F32, F32)
-    assert caster.dtypes(unit("layers.10")) == UnitDtypes(BF16, BF16, BF16, F32)
-    assert caster.dtypes(unit("layers.2")) == UnitDtypes(F16, F16, F32, F32)
-    assert caster.dtypes(unit("head")) == UnitDtypes(BF16, BF16, F32, F32)
-    assert [caster.full_precision_in_eval(unit(name)) for name in ("layers.2", "head")] == [True, False]
+    assert plugin.dtypes(unit("layers.1", nn.Embedding)) == UnitDtypes(F32, F32, F32, F32)
+    assert plugin.dtypes(unit("layers.10")) == UnitDtypes(BF16, BF16, BF16, F32)
+    assert plugin.dtypes(unit("layers.2")) == UnitDtypes(F16, F16, F32, F32)
+    assert plugin.dtypes(unit("head")) == UnitDtypes(BF16, BF16, F32, F32)
+    assert [plugin.full_precision_in_eval(unit(name)) for name in ("layers.2", "head")] == [True, False]
 
 
 def test_an_override_of_the_empty_name_is_for_the_root_alone() -> None:
-    caster = Mixed(context(), param="bf16", overrides={"": {"output": "fp32"}})
-    assert caster.output_cast(unit("layers.0")) is None
-    to_fp32 = caster.output_cast(unit("", is_root=True))
+    plugin = Mixed(context(), param="bf16", overrides={"": {"output": "fp32"}})
+    assert plugin.output_cast(unit("layers.0")) is None
+    to_fp32 = plugin.output_cast(unit("", is_root=True))
     assert to_fp32 is not None
     assert to_fp32(torch.ones(2, dtype=BF16)).dtype == F32
 
 
 def test_modules_left_alone_keep_their_dtype_inside_a_low_precision_model() -> None:
-    caster = Bf16(context("bf16"), leave_alone=["torch.nn:LayerNorm", nn.modules.batchnorm._BatchNorm])
+    plugin = Bf16(context("bf16"), leave_alone=["torch.nn:LayerNorm", nn.modules.batchnorm._BatchNorm])
     norm, dense = nn.LayerNorm(4), nn.Linear(4, 4)
-    assert caster.leaves_alone(norm)
-    assert caster.leaves_alone(nn.BatchNorm1d(4))
-    assert not caster.leaves_alone(dense)
+    assert plugin.leaves_alone(norm)
+    assert plugin.leaves_alone(nn.BatchNorm1d(4))
+    assert not plugin.leaves_alone(dense)
     norm_unit = unit("norm", nn.LayerNorm)
-    assert caster.dtypes(norm_unit) == UnitDtypes(F32, F32, F32, F32)
+    assert plugin.dtypes(norm_unit) == UnitDtypes(F32, F32, F32, F32)
 
     # In the order in which a model would run them: bf16 in, the norm in fp32, bf16 out again.
-    (into_norm,), _ = cast_inputs(caster, torch.randn(3, 4).to(BF16), of=norm_unit)
+    (into_norm,), _ = cast_inputs(plugin, torch.randn(3, 4).to(BF16), of=norm_unit)
     assert into_norm.dtype == F32
-    cast_back = caster.output_cast(norm_unit)
+    cast_back = plugin.output_cast(norm_unit)
     assert cast_back is not None
     assert dense.to(BF16)(cast_back(norm(into_norm))).dtype == BF16
 
@@ -179,7 +181,7 @@ def test_inputs_are_cast_where_the_settings_say_so() -> None:
 
 
 def test_a_reduction_too_narrow_for_one_unit_names_it() -> None:
-    caster = Mixed(context(), wire="fp32")
-    assert caster.dtypes(unit(master=F64)).reduce == F64
+    plugin = Mixed(context(), communication="fp32")
+    assert plugin.dtypes(unit(master=F64)).reduce == F64
     with pytest.raises(ConfigError, match=r"unit 'layers.3'"):
-        caster.dtypes(unit("layers.3", master=BF16))
+        plugin.dtypes(unit("layers.3", master=BF16))

@@ -77,7 +77,7 @@ def test_an_interrupt_while_a_plugin_is_imported_is_the_users(site: Path) -> Non
     ("group", "contract", "module"),
     [
         ("collectives", "Collectives", "acme_silent_c"),
-        ("precision", "PrecisionCaster", "acme_silent_p"),
+        ("precision", "PrecisionPlugin", "acme_silent_p"),
         ("offload", "OffloadManager", "acme_silent_o"),
         ("policies", "WrapPolicy", "acme_silent_w"),
         ("plugins", "Listener", "acme_silent_l"),

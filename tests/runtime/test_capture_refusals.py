@@ -12,19 +12,19 @@ import torch
 from parity import Block, Net, draw, local, seeded, units_of, whole
 from polyshard import CapturedStep, CaptureFallback, CaptureMode
 from polyshard.errors import CaptureError, ConfigError, ConfigTypeError, StateError
-from polyshard.interfaces import PrecisionCapabilities, PrecisionCaster, UnitDtypes, UnitSpec
+from polyshard.interfaces import PrecisionCapabilities, PrecisionPlugin, UnitDtypes, UnitSpec
 from refusal import Silent
 from rerun import Pretended, Rerunning, alone, captured, momentum, stepping
 from torch import nn
 
 
-class Encoding(PrecisionCaster):
+class Encoding(PrecisionPlugin):
     """Says that it encodes."""
 
     capabilities = PrecisionCapabilities(encodes=True)
 
     def dtypes(self, unit: UnitSpec) -> UnitDtypes:
-        return UnitDtypes(compute=torch.float64, wire=torch.float64, reduce=torch.float64, grad=torch.float64)
+        return UnitDtypes(compute=torch.float64, communication=torch.float64, reduce=torch.float64, grad=torch.float64)
 
 
 class Listener:

@@ -152,7 +152,7 @@ def test_losses_are_the_unsharded_models_over_bytes_that_stay_as_they_are(ranks:
         assert losses == pytest.approx([step[rank] for step in wanted], rel=1e-12)
 
 
-def test_a_caster_casts_none_of_it() -> None:
+def test_a_precision_plugin_casts_none_of_it() -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
         with world.lock:
             model, plain = stored(torch.float16), stored(torch.float16)

@@ -9,13 +9,13 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+from encodings_of_gathers import Int8Encoding
 from parity import Block, Net, Words, draw, fake, live_bytes, on_ranks, root_of, seeded, sgd, sharded_copy, units_of
 from polyshard.errors import ConfigError
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from wires import Int8Wire
 
 BLOCKS: dict[str, Any] = {"policy": units_of(Block), "reshard_after_forward": 2}
 #: Gathers that bring ``Net``, one a parameter: those of three blocks, of three each, and four of the root.
@@ -31,7 +31,7 @@ def test_what_is_kept_of_an_encoded_unit_is_decoded() -> None:
     (outer @ decoded.T).square().mean().backward()
 
     def on_rank(rank: int, world: ThreadedWorld) -> torch.Tensor:
-        mine = sharded_copy(model, rank, world, precision=Int8Wire(), reshard_after_forward=2)
+        mine = sharded_copy(model, rank, world, precision=Int8Encoding(), reshard_after_forward=2)
         inner = x.clone().requires_grad_()
         mine(inner).square().mean().backward()
         assert inner.grad is not None

@@ -9,6 +9,7 @@ from typing import Any, cast
 import polyshard
 import pytest
 import torch
+from encodings_of_gathers import Int8Encoding
 from parity import (
     Block,
     Net,
@@ -27,7 +28,6 @@ from parity import (
 from polyshard.errors import ConfigError, RankMismatchError
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
-from wires import Int8Wire
 
 BLOCKS = {"policy": units_of(Block)}
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -116,7 +116,7 @@ def test_gradients_of_narrow_compute_are_averaged_in_fp32(
     assert rounded_differently > 10
 
 
-def test_the_wire_carries_the_narrow_dtype() -> None:
+def test_gradients_travel_in_the_narrow_dtype() -> None:
     collectives = fake()
     model = polyshard.shard(net(), polyshard.ShardConfig(collectives=collectives, precision="bf16", **BLOCKS))
     loss_of(model(inputs(0, 0))).backward()
@@ -126,8 +126,8 @@ def test_the_wire_carries_the_narrow_dtype() -> None:
     }
 
 
-@pytest.mark.parametrize("wire", ["bf16", "fp32"])
-def test_waiting_gradients_are_added_and_travel_in_the_reduction_dtype(wire: str) -> None:
+@pytest.mark.parametrize("communication", ["bf16", "fp32"])
+def test_waiting_gradients_are_added_and_travel_in_the_reduction_dtype(communication: str) -> None:
     model, turns = net(), 6
     by_rank = []
     for rank in range(2):
@@ -146,7 +146,7 @@ def test_waiting_gradients_are_added_and_travel_in_the_reduction_dtype(wire: str
                 loss_of(mine(inputs(turn, rank))).backward()
         loss_of(mine(inputs(turns - 1, rank))).backward()
 
-    precision = {"name": "mixed", "param": "bf16", "reduce": "fp32", "wire": wire}
+    precision = {"name": "mixed", "param": "bf16", "reduce": "fp32", "communication": communication}
     got = on_each_rank(model, 2, step, precision=precision, **BLOCKS)
     for name in got:
         assert torch.equal(got[name], mean_in_fp32([rank[name] for rank in by_rank])), name
@@ -421,17 +421,17 @@ def quantised(flat: torch.Tensor, ranks: int) -> torch.Tensor:
     return ((rows / scales).round() * scales).reshape(-1)[: flat.numel()]
 
 
-def test_an_encoded_wire_is_decoded_into_what_computes() -> None:
+def test_an_encoded_gather_is_decoded_into_what_computes() -> None:
     # One parameter of 256 elements: its shards are equal parts of it.
     model = nn.Linear(16, 16, bias=False)
     weight = model.weight.detach().clone()
     expected = quantised(weight.flatten(), 4).view(16, 16)
     assert (expected - weight).abs().max() > 0
     x = torch.randn(8, 16)
-    casters = [Int8Wire() for _ in range(4)]
+    plugins = [Int8Encoding() for _ in range(4)]
 
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[torch.Tensor, torch.Tensor]:
-        mine = sharded_copy(model, rank, world, precision=casters[rank])
+        mine = sharded_copy(model, rank, world, precision=plugins[rank])
         output = mine(x)
         output.square().mean().backward()
         mine(x)
@@ -448,12 +448,12 @@ def test_an_encoded_wire_is_decoded_into_what_computes() -> None:
     gradient = whole_of(weight, [each for _, each in ranks])
     torch.testing.assert_close(gradient, reference.grad, rtol=1e-5, atol=1e-6)
     # Once when the model is sharded, and once a step, on every rank.
-    assert [caster.prepared for caster in casters] == [[("",), ("",), ("",)]] * 4
+    assert [plugin.prepared for plugin in plugins] == [[("",), ("",), ("",)]] * 4
 
 
-def test_an_encoded_wire_moves_a_quarter_of_the_bytes() -> None:
+def test_an_encoded_gather_moves_a_quarter_of_the_bytes() -> None:
     moved = {}
-    for name, precision in (("fp32", "none"), ("int8", Int8Wire())):
+    for name, precision in (("fp32", "none"), ("int8", Int8Encoding())):
         collectives = fake()
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         polyshard.shard(
@@ -478,7 +478,7 @@ def test_ranks_that_part_in_the_first_step_are_told_what_would_travel() -> None:
     model = TwoWays()
 
     def on_rank(rank: int, world: ThreadedWorld) -> str:
-        mine = sharded_copy(model, rank, world, precision=Int8Wire(), policy=units_of(nn.Linear))
+        mine = sharded_copy(model, rank, world, precision=Int8Encoding(), policy=units_of(nn.Linear))
         with pytest.raises(RankMismatchError) as caught:
             mine(torch.ones(2, 16), rank)
         return str(caught.value)

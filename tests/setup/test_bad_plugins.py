@@ -34,9 +34,9 @@ def test_an_unknown_listener() -> None:
 
 
 CASTER = """
-from polyshard.interfaces import PrecisionCaster
+from polyshard.interfaces import PrecisionPlugin
 
-class Odd(PrecisionCaster):
+class Odd(PrecisionPlugin):
     api_version = {}
 
     def __init__(self, context):
@@ -53,7 +53,7 @@ PACKAGES: dict[str, tuple[str, str, type[Exception], tuple[str, ...]]] = {
         "precision",
         MAKE.format("return {}"),
         errors.PluginContractError,
-        ("must construct a polyshard.interfaces.PrecisionCaster", "builtins:dict"),
+        ("must construct a polyshard.interfaces.PrecisionPlugin", "builtins:dict"),
     ),
     "nothing": ("listeners", MAKE.format("return None"), errors.PluginContractError, ("returned None",)),
     "number": ("policy", "Odd = 7", errors.PluginContractError, ("instance of builtins:int, which cannot be called",)),

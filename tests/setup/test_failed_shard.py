@@ -15,15 +15,15 @@ import torch
 from parity import Block, Net, adam, assert_parity, local, on_ranks, seeded, square_step, threaded, units_of
 from polyshard import ShardConfig, checkpoint, errors, hookimpl
 from polyshard.interfaces import (
+    GatherEncoding,
     InputCast,
     Observer,
     OffloadCapabilities,
     OffloadManager,
     PrecisionCapabilities,
-    PrecisionCaster,
+    PrecisionPlugin,
     UnitDtypes,
     UnitSpec,
-    WireSpec,
 )
 from polyshard_backends.threaded import ThreadedWorld
 from processes import run_processes
@@ -71,7 +71,7 @@ class Shelf(OffloadManager):
         return grad.clone() if into is None else into.add_(grad)
 
 
-class Plain(PrecisionCaster):
+class Plain(PrecisionPlugin):
     """Sends the bytes of the parameters as they are."""
 
     capabilities = PrecisionCapabilities(encodes=True)
@@ -95,16 +95,16 @@ class Plain(PrecisionCaster):
     def output_cast(self, unit: UnitSpec) -> None:
         self._failing.reach("output_cast")
 
-    def wire(self, unit: UnitSpec) -> WireSpec:
-        self._failing.reach("wire")
-        return WireSpec(-(-unit.shard_numel * unit.master_dtype.itemsize // 16) * 16)
+    def encoding(self, unit: UnitSpec) -> GatherEncoding:
+        self._failing.reach("encoding")
+        return GatherEncoding(-(-unit.shard_numel * unit.master_dtype.itemsize // 16) * 16)
 
-    def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
-        wire[: shard.nbytes].copy_(shard.contiguous().view(torch.uint8))
+    def encode(self, unit: UnitSpec, message: torch.Tensor, shard: torch.Tensor) -> None:
+        message[: shard.nbytes].copy_(shard.contiguous().view(torch.uint8))
 
-    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, unit: UnitSpec, message: torch.Tensor, out: torch.Tensor) -> None:
         nbytes = unit.shard_numel * unit.master_dtype.itemsize
-        for row, sent in zip(out, wire, strict=True):
+        for row, sent in zip(out, message, strict=True):
             row.copy_(sent[:nbytes].clone().view(unit.master_dtype))
 
 
@@ -177,7 +177,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 MOMENTS = [
     *(
         (at, after)
-        for at in ("place", "dtypes", "wire", "make_observer", "input_cast", "output_cast")
+        for at in ("place", "dtypes", "encoding", "make_observer", "input_cast", "output_cast")
         for after in (0, 2)
     ),
     ("place", 3),

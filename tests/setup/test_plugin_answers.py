@@ -10,25 +10,25 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+from encodings_of_gathers import Int8Encoding
 from parity import Block, Net, adam, assert_parity, on_ranks, seeded, square_step, threaded, units_of
 from polyshard import errors
 from polyshard.interfaces import (
     COMPLETED,
     CollectivesCapabilities,
+    GatherEncoding,
     OffloadCapabilities,
     OffloadManager,
     PluginContext,
     PrecisionCapabilities,
-    PrecisionCaster,
+    PrecisionPlugin,
     UnitDtypes,
     UnitSpec,
-    WireSpec,
     Work,
 )
 from polyshard_backends.threaded import ThreadedCollectives, ThreadedWorld
 from refusal import Tower, description, refused, silent
 from torch import nn
-from wires import Int8Wire
 
 F32 = torch.float32
 
@@ -120,7 +120,7 @@ def test_masters_and_gradients_elsewhere_train_right() -> None:
     assert_parity(seeded(Net), square_step, 2, optimizer=adam, settings={"offload": Offloading(), "policy": "always"})
 
 
-class Says(PrecisionCaster):
+class Says(PrecisionPlugin):
     """Answers what it is told to."""
 
     def __init__(self, *, encodes: bool = False, capabilities: Any = None, **answers: Any) -> None:
@@ -145,17 +145,17 @@ class Says(PrecisionCaster):
     def output_cast(self, unit: UnitSpec) -> Any:
         return self._answers.get("output_cast")
 
-    def wire(self, unit: UnitSpec) -> WireSpec | None:
-        return self._answers.get("wire")
+    def encoding(self, unit: UnitSpec) -> GatherEncoding | None:
+        return self._answers.get("encoding")
 
 
 WRONG: Any = None
-CASTERS: dict[str, tuple[PrecisionCaster, tuple[str, ...]]] = {
+PRECISIONS: dict[str, tuple[PrecisionPlugin, tuple[str, ...]]] = {
     "one dtype": (Says(dtypes=torch.bfloat16), ("dtypes of", "torch.bfloat16", "UnitDtypes")),
     "no dtypes": (Says(dtypes=WRONG), ("dtypes of", "None", "UnitDtypes")),
     "an integer dtype": (Says(dtypes=UnitDtypes(torch.int8, F32, F32, F32)), ("compute is torch.int8", "floating")),
     "a name": (Says(dtypes=UnitDtypes(F32, F32, F32, "fp32")), ("grad is 'fp32'",)),  # type: ignore[arg-type]
-    "a complex dtype": (Says(dtypes=UnitDtypes(F32, torch.complex64, F32, F32)), ("wire is torch.complex64",)),
+    "a complex dtype": (Says(dtypes=UnitDtypes(F32, torch.complex64, F32, F32)), ("communication is torch.complex64",)),
     "an integer buffer": (Says(dtypes=UnitDtypes(F32, F32, F32, F32, torch.int32)), ("buffer is torch.int32",)),
     "a narrow reduction": (
         Says(dtypes=UnitDtypes(F32, F32, torch.bfloat16, F32)),
@@ -165,10 +165,10 @@ CASTERS: dict[str, tuple[PrecisionCaster, tuple[str, ...]]] = {
         Says(dtypes=UnitDtypes(F32, torch.float16, torch.bfloat16, F32)),
         ("travel in torch.float16", "accumulated in torch.bfloat16"),
     ),
-    "a number for a wire": (Says(encodes=True, wire=64), ("wire of", "64", "WireSpec")),
-    "an odd wire": (Says(encodes=True, wire=WireSpec(40)), ("nbytes_per_rank=40", "multiple of 16")),
-    "an empty wire": (Says(encodes=True, wire=WireSpec(0)), ("nbytes_per_rank=0", "positive")),
-    "a wire that is not announced": (Says(wire=WireSpec(64)), ("capabilities", "encodes=True")),
+    "a number for an encoding": (Says(encodes=True, encoding=64), ("encoding of", "64", "GatherEncoding")),
+    "an odd encoding": (Says(encodes=True, encoding=GatherEncoding(40)), ("nbytes_per_rank=40", "multiple of 16")),
+    "an empty encoding": (Says(encodes=True, encoding=GatherEncoding(0)), ("nbytes_per_rank=0", "positive")),
+    "an encoding that is not announced": (Says(encoding=GatherEncoding(64)), ("capabilities", "encodes=True")),
     "an input cast": (Says(input_cast="bf16"), ("input_cast of", "'bf16'", "called")),
     "an output cast": (Says(output_cast=torch.float32), ("output_cast of", "torch.float32", "called")),
     "full precision": (Says(full_precision_in_eval="yes"), ("full_precision_in_eval of", "'yes'", "True or False")),
@@ -177,10 +177,10 @@ CASTERS: dict[str, tuple[PrecisionCaster, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("caster", "words"), CASTERS.values(), ids=CASTERS)
-def test_casters_that_answer_something_else(caster: PrecisionCaster, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("plugin", "words"), PRECISIONS.values(), ids=PRECISIONS)
+def test_precision_plugins_that_answer_something_else(plugin: PrecisionPlugin, words: tuple[str, ...]) -> None:
     words = ("Says", "rank 2", *words)
-    refused(Tower(), silent(precision=caster, check_ranks=False), errors.PluginContractError, *words, twin=Tower())
+    refused(Tower(), silent(precision=plugin, check_ranks=False), errors.PluginContractError, *words, twin=Tower())
 
 
 def test_a_manager_without_capabilities() -> None:
@@ -229,35 +229,35 @@ def test_a_manager_may_keep_the_shard_where_it_is() -> None:
     model(torch.ones(1, 3)).sum().backward()
 
 
-class Forgets(Int8Wire):
-    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
+class Forgets(Int8Encoding):
+    def decode(self, unit: UnitSpec, message: torch.Tensor, out: torch.Tensor) -> None:
         """Leaves what was there."""
 
 
-class FirstRow(Int8Wire):
-    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
-        super().decode(unit, wire[:1], out[:1])
+class FirstRow(Int8Encoding):
+    def decode(self, unit: UnitSpec, message: torch.Tensor, out: torch.Tensor) -> None:
+        super().decode(unit, message[:1], out[:1])
 
 
-class WithoutScale(Int8Wire):
-    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(wire[:, self._HEADER : self._HEADER + unit.shard_numel].clone().view(torch.int8))
+class WithoutScale(Int8Encoding):
+    def decode(self, unit: UnitSpec, message: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(message[:, self._HEADER : self._HEADER + unit.shard_numel].clone().view(torch.int8))
 
 
-class FromTheEnd(Int8Wire):
-    def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
-        super().encode(unit, wire, shard.flip(0))
+class FromTheEnd(Int8Encoding):
+    def encode(self, unit: UnitSpec, message: torch.Tensor, shard: torch.Tensor) -> None:
+        super().encode(unit, message, shard.flip(0))
 
 
-class Unsigned(Int8Wire):
-    def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
-        super().encode(unit, wire, shard.abs())
+class Unsigned(Int8Encoding):
+    def encode(self, unit: UnitSpec, message: torch.Tensor, shard: torch.Tensor) -> None:
+        super().encode(unit, message, shard.abs())
 
 
-@pytest.mark.parametrize("caster", [Forgets, FirstRow, WithoutScale, FromTheEnd, Unsigned])
-def test_codecs_that_do_not_undo_each_other(caster: type[Int8Wire]) -> None:
-    config = silent(precision=caster(), policy="always", check_ranks=False, strategy="full_shard")
-    words = ("decode of", "unit '", "rank 2", caster.__name__)
+@pytest.mark.parametrize("plugin", [Forgets, FirstRow, WithoutScale, FromTheEnd, Unsigned])
+def test_codecs_that_do_not_undo_each_other(plugin: type[Int8Encoding]) -> None:
+    config = silent(precision=plugin(), policy="always", check_ranks=False, strategy="full_shard")
+    words = ("decode of", "unit '", "rank 2", plugin.__name__)
     refused(Tower(), config, errors.PluginContractError, *words, twin=Tower())
 
 

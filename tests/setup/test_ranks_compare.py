@@ -16,13 +16,13 @@ from fake_distribution import install
 from parity import Block, Net, on_ranks, seeded, square_step, threaded, units_of
 from polyshard import ShardConfig, errors
 from polyshard.interfaces import (
+    GatherEncoding,
     PolicyContext,
     PrecisionCapabilities,
-    PrecisionCaster,
+    PrecisionPlugin,
     UnitDtypes,
     UnitPlan,
     UnitSpec,
-    WireSpec,
     WrapPolicy,
 )
 from polyshard_backends.threaded import ThreadedWorld
@@ -35,11 +35,11 @@ SOURCE = '''
 import torch
 from polyshard import hookimpl
 from polyshard.interfaces import (
-    Listener, OffloadCapabilities, OffloadManager, PrecisionCapabilities, PrecisionCaster, UnitDtypes, WireSpec,
+    Listener, OffloadCapabilities, OffloadManager, PrecisionCapabilities, PrecisionPlugin, UnitDtypes, GatherEncoding,
 )
 
 
-class Int8(PrecisionCaster):
+class Int8(PrecisionPlugin):
     """One scale for each block of elements."""
 
     api_version = 1
@@ -52,8 +52,8 @@ class Int8(PrecisionCaster):
         dtype = unit.master_dtype
         return UnitDtypes(dtype, dtype, dtype, dtype)
 
-    def wire(self, unit):
-        return WireSpec(-(-unit.shard_numel // 1024) * 2048)
+    def encoding(self, unit):
+        return GatherEncoding(-(-unit.shard_numel // 1024) * 2048)
 
 
 class Folder(OffloadManager):
@@ -120,7 +120,7 @@ class Overrides(WrapPolicy):
 
 
 @dataclass
-class Dtypes(PrecisionCaster):
+class Dtypes(PrecisionPlugin):
     """Answers one dtype for everything but the optimizer's gradients."""
 
     compute: torch.dtype
@@ -129,7 +129,7 @@ class Dtypes(PrecisionCaster):
         return UnitDtypes(self.compute, self.compute, self.compute, unit.master_dtype)
 
 
-class Answers(PrecisionCaster):
+class Answers(PrecisionPlugin):
     """The same from an object that says nothing about itself."""
 
     capabilities = PrecisionCapabilities(encodes=True)
@@ -140,8 +140,8 @@ class Answers(PrecisionCaster):
     def dtypes(self, unit: UnitSpec) -> UnitDtypes:
         return UnitDtypes(self._compute, self._compute, self._compute, unit.master_dtype)
 
-    def wire(self, unit: UnitSpec) -> WireSpec | None:
-        return None if self._nbytes is None else WireSpec(self._nbytes)
+    def encoding(self, unit: UnitSpec) -> GatherEncoding | None:
+        return None if self._nbytes is None else GatherEncoding(self._nbytes)
 
 
 #: What rank 0 has, what rank 1 has, and words of the message.
@@ -174,7 +174,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] =
     "what travels": (
         {"precision": Answers(nbytes=512)},
         {"precision": Answers(nbytes=1024)},
-        ("'(root)'", "bytes on the wire", "512", "1024"),
+        ("'(root)'", "bytes of a gather", "512", "1024"),
     ),
     "a plugin of the policy's overrides": (
         {"policy": Overrides({"precision": "none"})},

@@ -8,6 +8,7 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+from encodings_of_gathers import Int8Encoding
 from parity import Block, Net, adam, assert_parity, on_ranks, root_of, seeded, threaded, units_of
 from polyshard import ShardConfig
 from polyshard.errors import ParameterChangedError
@@ -15,7 +16,6 @@ from polyshard.interfaces import OffloadCapabilities, OffloadManager, PluginCont
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
-from wires import Int8Wire
 
 
 class ByName(OffloadManager):
@@ -193,7 +193,7 @@ def test_parameters_have_the_names_that_the_larger_model_gives_them() -> None:
     assert aliases == {name for name, _ in outer.named_parameters(remove_duplicate=False)}
 
 
-class NotingNames(Int8Wire):
+class NotingNames(Int8Encoding):
     """Tells by which names it is asked for each unit."""
 
     def __init__(self) -> None:
@@ -201,34 +201,34 @@ class NotingNames(Int8Wire):
         self.encoded: list[str] = []
         self.decoded: list[str] = []
 
-    def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
+    def encode(self, unit: UnitSpec, message: torch.Tensor, shard: torch.Tensor) -> None:
         self.encoded.append(unit.name)
-        super().encode(unit, wire, shard)
+        super().encode(unit, message, shard)
 
-    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, unit: UnitSpec, message: torch.Tensor, out: torch.Tensor) -> None:
         self.decoded.append(unit.name)
-        super().decode(unit, wire, out)
+        super().decode(unit, message, out)
 
 
 @pytest.mark.parametrize("together", [0, "16 MiB"])
-def test_a_caster_is_asked_by_the_names_of_the_larger_model(together: int | str) -> None:
+def test_a_precision_plugin_is_asked_by_the_names_of_the_larger_model(together: int | str) -> None:
     def on_rank(rank: int, world: ThreadedWorld) -> None:
         with world.lock:
             inner: Any = seeded(Net).float()
-        caster = NotingNames()
-        config = threaded(world, rank, precision=caster, batch_nbytes=together, split_root=False)
+        plugin = NotingNames()
+        config = threaded(world, rank, precision=plugin, batch_nbytes=together, split_root=False)
         for block in inner.blocks:
             polyshard.fully_shard(block, config)
         outer = nn.Sequential(seeded(lambda: nn.Linear(3, 3)).float(), inner)
         polyshard.fully_shard(outer, config)
         names = {unit.spec.name for unit in root_of(outer).units}
         assert names == {"", "1.blocks.0", "1.blocks.1", "1.blocks.2"}
-        caster.encoded.clear()
-        caster.decoded.clear()
+        plugin.encoded.clear()
+        plugin.decoded.clear()
         outer(torch.ones(4, 3)).sum().backward()
-        assert set(caster.prepared[-1]) == names
-        assert set(caster.encoded) == names
-        assert set(caster.decoded) == names
+        assert set(plugin.prepared[-1]) == names
+        assert set(plugin.encoded) == names
+        assert set(plugin.decoded) == names
 
     on_ranks(2, on_rank)
 

@@ -34,7 +34,7 @@ MIXED: dict[str, Any] = {
     "buffer": "fp32",
     "output": "fp32",
     "full_precision_in_eval": True,
-    "overrides": {"layers.*": {"wire": "fp32"}, nn.LayerNorm: {"param": "fp32"}},
+    "overrides": {"layers.*": {"communication": "fp32"}, nn.LayerNorm: {"param": "fp32"}},
 }
 
 #: A suite, and what constructs the plugin in a context.

@@ -12,15 +12,15 @@ import pytest
 import torch
 from polyshard.interfaces import (
     FormedWeights,
+    GatherEncoding,
     InputCast,
     LinearForm,
     OutputCast,
     PluginContext,
     PrecisionCapabilities,
-    PrecisionCaster,
+    PrecisionPlugin,
     UnitDtypes,
     UnitSpec,
-    WireSpec,
 )
 from polyshard.nested import map_tensors
 from polyshard_testing import PrecisionSuite, plugin_context
@@ -64,8 +64,8 @@ class SoundForm(LinearForm):
         return (gradient.float() @ tensors[0]).to(gradient.dtype)
 
 
-class Sound(PrecisionCaster):
-    """Computes in the master dtype; a wire of one byte an element behind one scale, which it keeps for checkpoints."""
+class Sound(PrecisionPlugin):
+    """Computes in the master dtype; encodes a byte an element behind one scale, which it keeps for checkpoints."""
 
     api_version = 1
     capabilities = PrecisionCapabilities(encodes=True)
@@ -75,25 +75,25 @@ class Sound(PrecisionCaster):
 
     def dtypes(self, unit: UnitSpec) -> UnitDtypes:
         dtype = unit.master_dtype
-        return UnitDtypes(compute=dtype, wire=dtype, reduce=dtype, grad=dtype)
+        return UnitDtypes(compute=dtype, communication=dtype, reduce=dtype, grad=dtype)
 
     def input_cast(self, unit: UnitSpec) -> InputCast | None:
         return of_inputs(floats_to(unit.master_dtype))
 
-    def wire(self, unit: UnitSpec) -> WireSpec | None:
-        return WireSpec(16 + (unit.shard_numel + 15) // 16 * 16)
+    def encoding(self, unit: UnitSpec) -> GatherEncoding | None:
+        return GatherEncoding(16 + (unit.shard_numel + 15) // 16 * 16)
 
-    def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
+    def encode(self, unit: UnitSpec, message: torch.Tensor, shard: torch.Tensor) -> None:
         if not shard.numel():
             return
         scale = shard.abs().amax().double().clamp(min=1e-12) / 127
         self.scales[unit.name] = scale
-        wire[:8].view(torch.float64).copy_(scale)
-        wire[16 : 16 + shard.numel()].view(torch.int8).copy_((shard / scale).round())
+        message[:8].view(torch.float64).copy_(scale)
+        message[16 : 16 + shard.numel()].view(torch.int8).copy_((shard / scale).round())
 
-    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
-        scales = wire[:, :8].view(torch.float64)
-        out.copy_(wire[:, 16 : 16 + unit.shard_numel].view(torch.int8) * scales)
+    def decode(self, unit: UnitSpec, message: torch.Tensor, out: torch.Tensor) -> None:
+        scales = message[:, :8].view(torch.float64)
+        out.copy_(message[:, 16 : 16 + unit.shard_numel].view(torch.int8) * scales)
 
     def forms(self, unit: UnitSpec, linear: torch.nn.Linear, name: str) -> bool:
         # Of the suite alone: its model has narrow layers.
@@ -117,7 +117,7 @@ class Low(Sound):
 
     def dtypes(self, unit: UnitSpec) -> UnitDtypes:
         low = torch.bfloat16
-        return UnitDtypes(compute=low, wire=low, reduce=torch.float32, grad=unit.master_dtype)
+        return UnitDtypes(compute=low, communication=low, reduce=torch.float32, grad=unit.master_dtype)
 
     def input_cast(self, unit: UnitSpec) -> InputCast | None:
         return of_inputs(floats_to(torch.bfloat16))
@@ -125,21 +125,21 @@ class Low(Sound):
     def output_cast(self, unit: UnitSpec) -> OutputCast | None:
         return lambda output: map_tensors(floats_to(torch.float32), output)
 
-    def wire(self, unit: UnitSpec) -> WireSpec | None:
+    def encoding(self, unit: UnitSpec) -> GatherEncoding | None:
         return None
 
 
 class TestSoundEncoding(PrecisionSuite):
-    wire_tolerance = 0.01
+    encoding_tolerance = 0.01
 
-    def make(self) -> PrecisionCaster:
+    def make(self) -> PrecisionPlugin:
         return Sound(plugin_context())
 
 
 class TestSoundCasts(PrecisionSuite):
     training_tolerance = 0.02
 
-    def make(self) -> PrecisionCaster:
+    def make(self) -> PrecisionPlugin:
         return Low(plugin_context())
 
 
@@ -201,27 +201,27 @@ def _in_training(self: Low, unit: UnitSpec) -> InputCast | None:
     return lambda args, kwargs: casts(args, kwargs) if torch.is_grad_enabled() else (args, kwargs)
 
 
-def _divide(self: Sound, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
+def _divide(self: Sound, unit: UnitSpec, message: torch.Tensor, shard: torch.Tensor) -> None:
     assert not shard.numel() or 127 / shard.abs().amax().item()
-    Sound.encode(self, unit, wire, shard)
+    Sound.encode(self, unit, message, shard)
 
 
-def _look(self: Sound, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
+def _look(self: Sound, unit: UnitSpec, message: torch.Tensor, shard: torch.Tensor) -> None:
     assert shard.abs().amax() < 1e30
-    Sound.encode(self, unit, wire, shard)
+    Sound.encode(self, unit, message, shard)
 
 
-def _scale(self: Sound, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
-    Sound.encode(self, unit, wire, shard)
+def _scale(self: Sound, unit: UnitSpec, message: torch.Tensor, shard: torch.Tensor) -> None:
+    Sound.encode(self, unit, message, shard)
     if shard.dtype is torch.bfloat16 and shard.numel():
         shard.div_(self.scales[unit.name])
 
 
-def _add(self: Sound, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
-    before = wire.clone()
-    Sound.encode(self, unit, wire, shard)
+def _add(self: Sound, unit: UnitSpec, message: torch.Tensor, shard: torch.Tensor) -> None:
+    before = message.clone()
+    Sound.encode(self, unit, message, shard)
     if shard.dtype is torch.float64:
-        wire.bitwise_or_(before)
+        message.bitwise_or_(before)
 
 
 class CopiesOnce(SoundForm):
@@ -257,7 +257,7 @@ FAULTS = [
     # Accumulates fp64 gradients in less than they travel in.
     fault(Sound, "dtypes_are_floats_that_fit_each_other", "NarrowReduction", dtypes=_narrow),
     # Sends gradients in fp16, and does not say that they need scaling.
-    fault(Low, "loss_scaling_is_said_of_fp16", "SilentHalf", dtypes=_dtypes(Low, wire=torch.float16)),
+    fault(Low, "loss_scaling_is_said_of_fp16", "SilentHalf", dtypes=_dtypes(Low, communication=torch.float16)),
     # Accumulates in fp64 on one rank.
     fault(Sound, "answers_are_the_same_each_time_and_on_every_rank", "AsksTheLauncher", dtypes=_by_launcher),
     # Leaves modules alone that have statistics, and answers these.
@@ -275,14 +275,14 @@ FAULTS = [
     # Makes lists of tuples.
     fault(Low, "output_casts_keep_structure_values_and_integers", "FlattensOutputs", output_cast=_flatten),
     # Rounds up to multiples of eight.
-    fault(Sound, "wires_are_multiples_of_16_bytes_of_a_plugin_that_encodes", "AnyNumberOfBytes",
-          wire=lambda self, unit: WireSpec(16 + (unit.shard_numel + 7) // 8 * 8)),
+    fault(Sound, "encoded_gathers_are_multiples_of_16_bytes_of_a_plugin_that_encodes", "AnyNumberOfBytes",
+          encoding=lambda self, unit: GatherEncoding(16 + (unit.shard_numel + 7) // 8 * 8)),
     # Decodes what two ranks sent.
     fault(Sound, "encoded_shards_come_back", "TwoRanks",
-          decode=lambda self, unit, wire, out: Sound.decode(self, unit, wire[:2], out[:2])),
+          decode=lambda self, unit, message, out: Sound.decode(self, unit, message[:2], out[:2])),
     # Has room for eight units in one call, and leaves out what is more.
     fault(Sound, "shards_encoded_together_come_back", "EightTogether",
-          decode_many=lambda self, units, wires, outs: Sound.decode_many(self, units[:8], wires[:8], outs[:8])),
+          decode_many=lambda self, units, messages, outs: Sound.decode_many(self, units[:8], messages[:8], outs[:8])),
     # Divides by the largest value, as if one of them were not zero.
     fault(Sound, "encoded_zeros_come_back_as_zeros", "DividesByTheLargest", encode=_divide),
     # Looks at the largest value, of no values too.
@@ -290,7 +290,7 @@ FAULTS = [
     # Divides bf16 masters themselves by their scale.
     fault(Sound, "encoding_leaves_the_shard_as_it_was", "ScalesMasters", encode=_scale),
     # Sets bits of fp64 shards, and clears none.
-    fault(Sound, "encoding_writes_all_that_decoding_reads", "AddsToTheWire", encode=_add),
+    fault(Sound, "encoding_writes_all_that_decoding_reads", "AddsToTheEncoding", encode=_add),
     # Takes the second half of the buffer for that of the last rank.
     fault(Sound, "formed_layers_compute_as_their_weights", "KnowsTwoRanks",
           form=_form(lambda shard, lane, rank: shard if rank < 2 else shard * 2)),

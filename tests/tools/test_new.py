@@ -26,7 +26,7 @@ from polyshard_tools.cli import main
 KINDS = {
     "collectives": (Group.COLLECTIVES, interfaces.CollectivesDecorator),
     "backend": (Group.COLLECTIVES, interfaces.Collectives),
-    "precision": (Group.PRECISION, interfaces.PrecisionCaster),
+    "precision": (Group.PRECISION, interfaces.PrecisionPlugin),
     "offload": (Group.OFFLOAD, interfaces.OffloadManager),
     "policy": (Group.POLICIES, interfaces.WrapPolicy),
     "listener": (Group.PLUGINS, interfaces.Listener),

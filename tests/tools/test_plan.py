@@ -104,9 +104,9 @@ def test_a_part_of_each_unit_is_kept_and_gathered_among_neighbours() -> None:
         planned(8, precision="bf16", reshard_after_forward=releases, **batch)
         for releases, batch in ((2, {}), (2, {"batch": None}), (True, {}))
     )
-    rows = {row.ranks: row.received_nbytes for row in found.wire if row.operation is Operation.ALL_GATHER}
+    rows = {row.ranks: row.received_nbytes for row in found.traffic if row.operation is Operation.ALL_GATHER}
     assert rows == {8: NUMEL * 2 * 7 // 8, 2: NUMEL * 2 // 2}
-    assert rows == {row.ranks: row.received_nbytes for row in without.wire if row.operation is Operation.ALL_GATHER}
+    assert rows == {row.ranks: row.received_nbytes for row in without.traffic if row.operation is Operation.ALL_GATHER}
     # The halves of the layers, beside what is whole at the forward's end.
     assert found.most[Kind.GATHERED] - released.most[Kind.GATHERED] == 4 * DEPTH * WIDTH * WIDTH
     assert found.most[Kind.GATHERED] <= without.most[Kind.GATHERED]
@@ -115,7 +115,7 @@ def test_a_part_of_each_unit_is_kept_and_gathered_among_neighbours() -> None:
 def test_microbatches_gather_each_time_and_reduce_once() -> None:
     once, thrice = (planned(2, precision="bf16", microbatches=number) for number in (1, 3))
     gathers, reductions = (
-        [next(row.received_nbytes for row in each.wire if row.operation is operation) for each in (once, thrice)]
+        [next(row.received_nbytes for row in each.traffic if row.operation is operation) for each in (once, thrice)]
         for operation in (Operation.ALL_GATHER, Operation.REDUCE_SCATTER)
     )
     assert gathers[1] == 3 * gathers[0]
@@ -131,8 +131,10 @@ class Exchanging(FakeCollectives):
     """Receives the gradients of 16 bits of all ranks before it adds them up, as a plan expects."""
 
     @override
-    def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
-        return numel * wire_dtype.itemsize
+    def scratch_nbytes(
+        self, role: BufferRole, numel: int, communication_dtype: torch.dtype, out_dtype: torch.dtype
+    ) -> int:
+        return numel * communication_dtype.itemsize
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ def test_stages_of_a_pipeline(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert [each["stages"] for each in found["ranks"]] == [[0, 2], [1, 3]]
     assert found["ranks"][0]["world_size"] == 16
     assert found["ranks"][1]["over"] == {"dp": [f"{stage}: layers.{layer}" for stage in (1, 3) for layer in (0, 1)]}
-    assert {(row["over"], row["ranks"]) for row in found["ranks"][0]["wire"]} == {("dp", 4), ("pp", 2)}
+    assert {(row["over"], row["ranks"]) for row in found["ranks"][0]["traffic"]} == {("dp", 4), ("pp", 2)}
     assert min(each["largest_samples"] for each in found["ranks"]) > 1000
     for words, message in (
         (["--world-size", "16", "--pp", "4"], "--pp is of no use without --schedule"),

@@ -78,7 +78,7 @@ def config_over(sizes: Mapping[str, int], **settings: Any) -> ShardConfig:
 
 
 def sent(found: Plan) -> dict[tuple[Operation, str, int], int]:
-    return {(row.operation, row.over, row.ranks): row.received_nbytes for row in found.wire}
+    return {(row.operation, row.over, row.ranks): row.received_nbytes for row in found.traffic}
 
 
 @pytest.mark.parametrize("batch", [None, BATCH])

@@ -145,11 +145,11 @@ def test_as_much_is_sent_in_the_order_of_a_schedule_as_stages_ask_for(
     pipeline = Pipeline(order, 2, 4, each, gathers)
     found = planned(pipeline, precision="bf16")
     for rank, (sent, actions) in enumerate(RANKS.run(2, ran, pipeline)):
-        wire = Counter[str]()
-        for row in found[rank].plan.wire:
+        message = Counter[str]()
+        for row in found[rank].plan.traffic:
             if row.operation is not Operation.RECEIVE:
-                wire[row.operation.value] += row.received_nbytes
-        assert wire == sent, rank
+                message[row.operation.value] += row.received_nbytes
+        assert message == sent, rank
         # Sums of all microbatches, in fp32.
         assert sent["reduce_scatter"] == 4 * (2 * each * BLOCK + rank * WIDTH * WIDTH) * (SHARING - 1) // SHARING
         assert list(pipeline.steps(rank)) == actions
@@ -165,7 +165,7 @@ def test_activations_are_those_of_the_microbatches_in_flight() -> None:
     assert kept[0] - kept[1] == (8 - 3) * microbatch
     for each in (all_of_them, few):
         # Activations from the stage before, and gradients of its own from the one behind.
-        row = next(row for row in each.plan.wire if row.operation is Operation.RECEIVE)
+        row = next(row for row in each.plan.traffic if row.operation is Operation.RECEIVE)
         assert (row.over, row.launches, row.received_nbytes) == ("pp", 16, 16 * 4 * ROWS * WIDTH)
 
 
@@ -226,7 +226,7 @@ def test_thousands_of_ranks(stages: int) -> None:
         ((stages - 1,), 1),
     ]
     for each in found.ranks[:2]:
-        row = next(row for row in each.plan.wire if row.operation is Operation.REDUCE_SCATTER)
+        row = next(row for row in each.plan.traffic if row.operation is Operation.REDUCE_SCATTER)
         # A rank has one row of each matrix, where the second begins at 512 bytes. Of 256 ranks 64 have any of that.
         assert (row.over, row.ranks, row.received_nbytes) == ("dp", 256, 4 * 2 * (2 * WIDTH + 4 * WIDTH) * 255)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import ConfigError, ConfigTypeError, UnsupportedError
 from ..inspect import ShardedModel, idle_model, savable_model, state_name_of, taken_apart, without_wrappers
-from ..interfaces import Collectives, PrecisionCaster
+from ..interfaces import Collectives, PrecisionPlugin
 from ..io.memory import NAMES
 from ..state.contents import (
     Joint,
@@ -49,22 +49,22 @@ def state_of(sharded: ShardedModel, optimizer: Joint | None, *, frozen: bool) ->
     return state
 
 
-def caster_states(sharded: ShardedModel) -> dict[str, dict[str, Any]]:
+def precision_states(sharded: ShardedModel) -> dict[str, dict[str, Any]]:
     """State of each precision plugin that has some, under the name of the first unit that it serves."""
-    states = {name: dict(caster.state_dict()) for name, caster in _casters(sharded).items()}
+    states = {name: dict(precision.state_dict()) for name, precision in _precisions(sharded).items()}
     return {name: state for name, state in states.items() if state}
 
 
-def restore_casters(sharded: ShardedModel, states: Mapping[str, Mapping[str, Any]]) -> None:
-    for name, caster in _casters(sharded).items():
+def restore_precisions(sharded: ShardedModel, states: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, precision in _precisions(sharded).items():
         if name in states:
-            caster.load_state_dict(states[name])
+            precision.load_state_dict(states[name])
 
 
-def _casters(sharded: ShardedModel) -> dict[str, PrecisionCaster]:
-    found: dict[int, tuple[str, PrecisionCaster]] = {}
+def _precisions(sharded: ShardedModel) -> dict[str, PrecisionPlugin]:
+    found: dict[int, tuple[str, PrecisionPlugin]] = {}
     for unit in sharded.units:
-        found.setdefault(id(unit.caster), (without_wrappers(unit.name), unit.caster))
+        found.setdefault(id(unit.precision), (without_wrappers(unit.name), unit.precision))
     return dict(found.values())
 
 
@@ -120,7 +120,7 @@ def require_saveable(
             joint = None if optimizer is None else Joint(optimizer)
             if writes:
                 state = state_of(sharded, joint, frozen=frozen)
-                Document.of(state, {}, None, caster_states(sharded), {})
+                Document.of(state, {}, None, precision_states(sharded), {})
                 offered(state)
             elif joint is not None:
                 optimizer_state(sharded, joint)

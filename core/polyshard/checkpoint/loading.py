@@ -14,7 +14,7 @@ from ..interfaces import Collectives
 from ..state.contents import Optimizers, known_names
 from ..state.exchange import coordinates, notify_listeners, require_same, require_seen, together
 from ..state.restore import Restore
-from .contents import restore_casters
+from .contents import restore_precisions
 from .folder import Line
 from .manifest import Manifest, Marker
 from .parts import Models, Stages
@@ -94,7 +94,7 @@ def _load(models: Models, directory: Place, optimizer: Optimizers | None, *, fro
                 # Model and optimizer at once: a file's blocks have something of both.
                 each.read(restore.targets)
             restore.commit()
-            restore_casters(part.sharded, precision)
+            restore_precisions(part.sharded, precision)
         if coordinates(everyone):
             parts[0].sharded.attached(History).line = Line.from_loaded(directory, marker)
     for part in parts:

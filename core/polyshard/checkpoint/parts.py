@@ -21,7 +21,7 @@ from ..state.contents import Joint, Optimizers, first_names, saved_names
 from ..state.exchange import from_first, gather_to_first, together
 from ..state.sharded import MODEL, OPTIMIZER, names_by_group
 from ..state.source import Entry, Source, listed, opening
-from .contents import caster_states, extra_of, not_finite, state_of
+from .contents import extra_of, not_finite, precision_states, state_of
 from .reading import StoredSource
 from .writing import Document
 
@@ -188,7 +188,7 @@ class _Outline:
         aliases = {name: first for name, first in names.items() if name != first}
         aliases.update({later: tied[later] for later in left_out})
         firsts = [first for first in dict.fromkeys(names.values()) if first in saved and first not in left_out]
-        return cls(firsts, aliases, groups, caster_states(part.sharded), left_out, part.sharded.rank == 0)
+        return cls(firsts, aliases, groups, precision_states(part.sharded), left_out, part.sharded.rank == 0)
 
     @classmethod
     def joined(cls, outlines: Sequence[_Outline]) -> _Outline:

@@ -188,11 +188,13 @@ def _warn_of_underflow(optimizer: torch.optim.Optimizer, found: Iterable[Paramet
         each
         for each in found
         # Rank 0 alone warns.
-        if each.root.rank == 0 and each.unit.trainable and each.unit.caster.capabilities.loss_scaling
+        if each.root.rank == 0 and each.unit.trainable and each.unit.precision.capabilities.loss_scaling
     ]
     if scaled and _torch_private.stepping_scaler() is None:
         dtypes = ((each, each.unit.dtypes) for each in scaled)
-        first = next((each for each, of in dtypes if torch.float16 in (of.compute, of.wire, of.reduce)), scaled[0])
+        first = next(
+            (each for each, of in dtypes if torch.float16 in (of.compute, of.communication, of.reduce)), scaled[0]
+        )
         warn_once(
             f"{type(optimizer).__name__} steps without a torch.amp.GradScaler, and gradients of '{first.name}' pass "
             "through a dtype in which small ones become zero. Scale the loss, and step by "

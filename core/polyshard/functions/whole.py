@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from .. import _torch_private
 from ..errors import ParameterChangedError, StateError, UnsupportedError, warn_once
-from ..interfaces import Collectives, CollectivesDecorator, Observer, PrecisionCaster, UnitSpec, Work
+from ..interfaces import Collectives, CollectivesDecorator, Observer, PrecisionPlugin, UnitSpec, Work
 from ..planning.extensions import InnerTensor, own_rows, rows_of
 from ..planning.groups import UnitRanks
 from ..planning.parts import is_dtensor, local_of
@@ -253,7 +253,7 @@ class _Unobserved:
 
     spec: UnitSpec
     ranks: UnitRanks
-    caster: PrecisionCaster
+    precision: PrecisionPlugin
     observers: tuple[Observer, ...] = ()
 
 
@@ -278,7 +278,7 @@ def _whole_of(unit: Unit, own: torch.Tensor, dtype: torch.dtype, among: Collecti
         buffer.pairs = [(out, part) for (out, _), part in zip(buffer.pairs, buffer.owns, strict=True)]
     # A manager fetches masters in the dtype of compute alone, and what is encoded is close to the values.
     source = Source(among, own, None, None, slices_of(own, layout), buffer.pairs, buffer.owns)
-    return _Whole(_Unobserved(unit.spec, unit.ranks, unit.caster), buffer, source)
+    return _Whole(_Unobserved(unit.spec, unit.ranks, unit.precision), buffer, source)
 
 
 def own_part(unit: Unit, whole: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ..runtime.buffers import view_of
 from ..runtime.extended import ExtendedUnit
 
 if TYPE_CHECKING:
-    from ..interfaces import Collectives, OffloadManager, PrecisionCaster
+    from ..interfaces import Collectives, OffloadManager, PrecisionPlugin
     from ..runtime.unit import Unit
 
 
@@ -298,8 +298,8 @@ class ShardedUnit:
         return self._unit.dtypes.grad
 
     @property
-    def caster(self) -> PrecisionCaster:
-        return self._unit.caster
+    def precision(self) -> PrecisionPlugin:
+        return self._unit.precision
 
     @property
     def offload(self) -> OffloadManager:

@@ -4,7 +4,7 @@
 entry-point group      contract                    decides
 =====================  ==========================  ==============================================
 polyshard.collectives  ``Collectives``             how bytes move between ranks
-polyshard.precision    ``PrecisionCaster``         which dtypes compute, travel and accumulate
+polyshard.precision    ``PrecisionPlugin``         which dtypes compute, travel and accumulate
 polyshard.offload      ``OffloadManager``          where shards live between uses
 polyshard.policies     ``WrapPolicy``              which modules become units
 polyshard.plugins      hooks of ``hookspecs``      nothing: listeners watch
@@ -29,14 +29,14 @@ from .offload import OffloadCapabilities, OffloadManager
 from .options import bytes_of, resolve_callable, resolve_class, resolve_classes, resolve_object
 from .precision import (
     FormedWeights,
+    GatherEncoding,
     InputCast,
     LinearForm,
     OutputCast,
     PrecisionCapabilities,
-    PrecisionCaster,
+    PrecisionPlugin,
     UnitDtypes,
     WeightPiece,
-    WireSpec,
 )
 from .units import (
     PARAMETER_ALIGNMENT_BYTES,
@@ -63,6 +63,7 @@ __all__ = [
     "CollectivesDecorator",
     "Constructor",
     "FormedWeights",
+    "GatherEncoding",
     "Group",
     "InputCast",
     "LinearForm",
@@ -74,7 +75,7 @@ __all__ = [
     "PluginContext",
     "PolicyContext",
     "PrecisionCapabilities",
-    "PrecisionCaster",
+    "PrecisionPlugin",
     "RankAndSize",
     "ReduceOp",
     "StreamClock",
@@ -84,7 +85,6 @@ __all__ = [
     "UnitPlan",
     "UnitSpec",
     "WeightPiece",
-    "WireSpec",
     "Work",
     "WrapPolicy",
     "bytes_of",

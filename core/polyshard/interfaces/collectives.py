@@ -38,7 +38,7 @@ class BufferRole(enum.Enum):
     GATHER = "gather"
     """A whole unit in compute dtype: the output of ``all_gather``, whose own slice is the input."""
     REDUCE = "reduce"
-    """A whole unit's gradients in wire dtype: the input of ``reduce_scatter``."""
+    """A whole unit's gradients in communication dtype: the input of ``reduce_scatter``."""
 
 
 @runtime_checkable
@@ -289,7 +289,9 @@ class Collectives(ABC):
         works = (self.reduce_scatter(out, full, op=op, scratch=scratch) for out, full, scratch in triples)
         return _Together([issued(work, "reduce_scatter", self) for work in works])
 
-    def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
+    def scratch_nbytes(
+        self, role: BufferRole, numel: int, communication_dtype: torch.dtype, out_dtype: torch.dtype
+    ) -> int:
         """Bytes of scratch that ``reduce_scatter`` wants for a ``full`` of ``numel`` elements; 0 for none."""
         return 0
 
@@ -478,8 +480,10 @@ class CollectivesDecorator(Collectives):
         return self.inner.reduce_scatter_many(triples, op=op)
 
     @override
-    def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
-        return self.inner.scratch_nbytes(role, numel, wire_dtype, out_dtype)
+    def scratch_nbytes(
+        self, role: BufferRole, numel: int, communication_dtype: torch.dtype, out_dtype: torch.dtype
+    ) -> int:
+        return self.inner.scratch_nbytes(role, numel, communication_dtype, out_dtype)
 
     @override
     def all_reduce(self, tensor: torch.Tensor, *, op: ReduceOp) -> Work:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from .collectives import Collectives
     from .offload import OffloadManager
-    from .precision import PrecisionCaster
+    from .precision import PrecisionPlugin
     from .units import WrapPolicy
 
 
@@ -26,7 +26,7 @@ class Group(enum.StrEnum):
     COLLECTIVES = "polyshard.collectives"
     """Factories of ``Collectives``."""
     PRECISION = "polyshard.precision"
-    """Factories of ``PrecisionCaster``."""
+    """Factories of ``PrecisionPlugin``."""
     OFFLOAD = "polyshard.offload"
     """Factories of ``OffloadManager``."""
     POLICIES = "polyshard.policies"
@@ -83,7 +83,7 @@ class PluginContext:
     @overload
     def construct(self, group: Literal[Group.COLLECTIVES], choice: Any) -> Collectives: ...
     @overload
-    def construct(self, group: Literal[Group.PRECISION], choice: Any) -> PrecisionCaster: ...
+    def construct(self, group: Literal[Group.PRECISION], choice: Any) -> PrecisionPlugin: ...
     @overload
     def construct(self, group: Literal[Group.OFFLOAD], choice: Any) -> OffloadManager: ...
     @overload

@@ -23,11 +23,11 @@ class UnitDtypes:
     """The dtypes of one unit."""
 
     compute: torch.dtype
-    """Parameters in forward and backward; the gather buffer, and, without a ``WireSpec``, what the gather sends."""
-    wire: torch.dtype
+    """Parameters in forward and backward; the gather buffer, and what gathers send without a ``GatherEncoding``."""
+    communication: torch.dtype
     """Gradients of one backward while they travel. Sums of several travel in ``reduce``."""
     reduce: torch.dtype
-    """In which gradients are accumulated over ranks and over microbatches. Never narrower than ``wire``."""
+    """In which gradients are accumulated over ranks and over microbatches. Never narrower than ``communication``."""
     grad: torch.dtype
     """Dtype of ``.grad`` as the optimizer sees it."""
     buffer: torch.dtype | None = None
@@ -35,7 +35,7 @@ class UnitDtypes:
 
 
 @dataclass(frozen=True, slots=True)
-class WireSpec:
+class GatherEncoding:
     """A gather whose bytes are not the parameters in compute dtype: fp8 or int8 with scales."""
 
     nbytes_per_rank: int
@@ -90,7 +90,7 @@ class FormedWeights:
 class LinearForm(ABC):
     """Weights that linear layers compute with as they were gathered, in bytes of their own: fp8 with scales, say.
 
-    One object serves the weights of one flat buffer (``PrecisionCaster.form``). A gather fills *lanes*: byte tensors
+    One object serves the weights of one flat buffer (``PrecisionPlugin.form``). A gather fills *lanes*: byte tensors
     that hold what every rank sends, rank by rank. The engine gives them memory and takes it away, gathers them beside
     other units in one communication, and copies nothing behind it. ``bind`` makes the tensors that layers compute with:
     views of lanes, made once. Masters, gradients, optimizers and checkpoints stay as they are.
@@ -150,16 +150,16 @@ class PrecisionCapabilities:
     loss_scaling: bool = False
     """Gradients can underflow in its dtypes: an optimizer that steps without a gradient scaler is warned of."""
     encodes: bool = False
-    """``wire`` returns a ``WireSpec`` for some units."""
+    """``encoding`` returns a ``GatherEncoding`` for some units."""
 
 
-class PrecisionCaster(ABC):
+class PrecisionPlugin(ABC):
     """Chooses dtypes and casts.
 
-    A plugin is a callable ``(context: PluginContext, **options) -> PrecisionCaster``. ``dtypes`` to ``wire`` are called
-    at wrap, and must answer alike each time and on every rank. Casts and codecs run in steps.
+    A plugin is a callable ``(context: PluginContext, **options) -> PrecisionPlugin``. ``dtypes`` to ``encoding`` are
+    called at wrap, and must answer alike each time and on every rank. Casts and codecs run in steps.
 
-    Two ways to send fewer bytes: ``wire``, ``encode`` and ``decode`` for a unit that computes in a plain dtype, and
+    Two ways to send fewer bytes: ``encoding``, ``encode`` and ``decode`` for a unit that computes in a plain dtype, and
     ``forms`` and ``form`` for linear layers that compute with the bytes themselves.
     """
 
@@ -197,7 +197,7 @@ class PrecisionCaster(ABC):
         """A cast of the unit's forward output, or None."""
         return None
 
-    def wire(self, unit: UnitSpec) -> WireSpec | None:
+    def encoding(self, unit: UnitSpec) -> GatherEncoding | None:
         """The unit's bytes in a gather. None: compute dtype, one cast from the master into the own slice."""
         return None
 
@@ -221,36 +221,40 @@ class PrecisionCaster(ABC):
         """Called at the start of each outermost forward, on every rank, where ``capabilities.encodes``."""
         return None
 
-    def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
-        """Write ``shard`` (``[shard_numel]``, master dtype) as bytes into ``wire`` (``[nbytes_per_rank]``, uint8).
+    def encode(self, unit: UnitSpec, message: torch.Tensor, shard: torch.Tensor) -> None:
+        """Write ``shard`` (``[shard_numel]``, master dtype) as bytes into ``message`` (``[nbytes_per_rank]``, uint8).
 
         Called before the gather, on its stream.
         """
-        raise NotImplementedError(f"{type(self).__name__} answered wire() with a WireSpec and must implement encode()")
+        raise NotImplementedError(
+            f"{type(self).__name__} answered encoding() with a GatherEncoding and must implement encode()"
+        )
 
-    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, unit: UnitSpec, message: torch.Tensor, out: torch.Tensor) -> None:
         """Read every rank's bytes (``[world_size, nbytes_per_rank]``) into ``out`` (``[world_size, shard_numel]``).
 
         Called behind the gather, on the stream that waits for it.
         """
-        raise NotImplementedError(f"{type(self).__name__} answered wire() with a WireSpec and must implement decode()")
+        raise NotImplementedError(
+            f"{type(self).__name__} answered encoding() with a GatherEncoding and must implement decode()"
+        )
 
     def encode_many(
-        self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
+        self, units: Sequence[UnitSpec], messages: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
     ) -> None:
         """``encode`` for each unit in turn: the units of one communication, in the same order on every rank.
 
         Override it where one launch of many takes less time than many launches.
         """
-        for unit, wire, shard in zip(units, wires, shards, strict=True):
-            self.encode(unit, wire, shard)
+        for unit, message, shard in zip(units, messages, shards, strict=True):
+            self.encode(unit, message, shard)
 
     def decode_many(
-        self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+        self, units: Sequence[UnitSpec], messages: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> None:
         """``decode`` for each unit in turn, as ``encode_many``."""
-        for unit, wire, out in zip(units, wires, outs, strict=True):
-            self.decode(unit, wire, out)
+        for unit, message, out in zip(units, messages, outs, strict=True):
+            self.decode(unit, message, out)
 
     def state_dict(self) -> Mapping[str, Any]:
         """State for checkpoints, such as amax histories."""

@@ -63,9 +63,9 @@ def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
                 f"{type(unit.offload).__name__} offloads '{unit.name}', and gathers of a backward may read the master "
                 f"that {name} steps over ({rank}). Shard with offload='optimizer', or inner='optimizer' of 'partial'."
             )
-        if unit.caster.capabilities.loss_scaling:
+        if unit.precision.capabilities.loss_scaling:
             raise ConfigError(
-                f"{type(unit.caster).__name__} of '{unit.name}' needs a scaled loss, and {name} would step with scaled "
-                f"gradients ({rank}). Train in bf16, or do without step_in_backward()."
+                f"{type(unit.precision).__name__} of '{unit.name}' needs a scaled loss, and {name} would step with "
+                f"scaled gradients ({rank}). Train in bf16, or do without step_in_backward()."
             )
     sharded.step_in_backward(optimizer, keeps_former=keeps_former)

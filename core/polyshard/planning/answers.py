@@ -14,18 +14,18 @@ from ..interfaces import (
     Collectives,
     CollectivesCapabilities,
     FormedWeights,
+    GatherEncoding,
     LinearForm,
     OffloadCapabilities,
     OffloadManager,
     PrecisionCapabilities,
-    PrecisionCaster,
+    PrecisionPlugin,
     UnitDtypes,
     UnitSpec,
-    WireSpec,
 )
 
 
-def refuse_unable(plugin: PrecisionCaster | OffloadManager | Collectives, rank: int) -> None:
+def refuse_unable(plugin: PrecisionPlugin | OffloadManager | Collectives, rank: int) -> None:
     """Raise PluginContractError for a plugin whose ``capabilities`` are not what its contract asks for."""
     wanted = next(of for contract, of in _CAPABILITIES.items() if isinstance(plugin, contract))
     answer: Any = plugin.capabilities
@@ -44,7 +44,7 @@ def refuse_unable(plugin: PrecisionCaster | OffloadManager | Collectives, rank: 
 
 
 _CAPABILITIES: dict[type, type[Any]] = {
-    PrecisionCaster: PrecisionCapabilities,
+    PrecisionPlugin: PrecisionCapabilities,
     OffloadManager: OffloadCapabilities,
     Collectives: CollectivesCapabilities,
 }
@@ -56,8 +56,8 @@ def is_packed(dtype: torch.dtype) -> bool:
     return not dtype.is_complex and (not dtype.is_floating_point or dtype.itemsize == 1)
 
 
-def dtypes_of(caster: PrecisionCaster, unit: UnitSpec, rank: int, *, packed: bool = False) -> UnitDtypes:
-    """The dtypes of ``unit`` by ``caster``; of packed parameters their own, which no precision plugin is asked for.
+def dtypes_of(precision: PrecisionPlugin, unit: UnitSpec, rank: int, *, packed: bool = False) -> UnitDtypes:
+    """The dtypes of ``unit`` by ``precision``; of packed parameters their own, which no precision plugin is asked for.
 
     ``packed``: whether they are of packed classes, whatever their dtype.
 
@@ -67,8 +67,8 @@ def dtypes_of(caster: PrecisionCaster, unit: UnitSpec, rank: int, *, packed: boo
     own = unit.master_dtype
     if packed or is_packed(own):
         return UnitDtypes(own, own, own, own)
-    answer = caster.dtypes(unit)
-    where = _answered(caster, "dtypes", answer, f"unit '{unit.label}'", rank)
+    answer = precision.dtypes(unit)
+    where = _answered(precision, "dtypes", answer, f"unit '{unit.label}'", rank)
     if not isinstance(answer, UnitDtypes):
         raise PluginContractError(f"{where}, which is no UnitDtypes. Return one.")
     for field in dataclasses.fields(answer):
@@ -83,31 +83,31 @@ def dtypes_of(caster: PrecisionCaster, unit: UnitSpec, rank: int, *, packed: boo
             raise PluginContractError(
                 f"{where}: {field.name} is {dtype!r}, but the unit holds {unit.master_dtype}. Answer a {kind} dtype."
             )
-    if answer.wire is not answer.reduce and answer.wire.itemsize >= answer.reduce.itemsize:
+    if answer.communication is not answer.reduce and answer.communication.itemsize >= answer.reduce.itemsize:
         raise PluginContractError(
-            f"{where}: gradients that travel in {answer.wire} cannot be accumulated in {answer.reduce}. Answer a "
-            "reduce dtype that holds what travels."
+            f"{where}: gradients that travel in {answer.communication} cannot be accumulated in {answer.reduce}. "
+            "Answer a reduce dtype that holds what travels."
         )
     return answer
 
 
-#: A ``WireSpec`` sends a multiple of these bytes.
+#: A ``GatherEncoding`` sends a multiple of these bytes.
 _WIRE_ALIGNMENT = 16
 
 
-def wire_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> WireSpec | None:
+def encoding_of(precision: PrecisionPlugin, unit: UnitSpec, rank: int) -> GatherEncoding | None:
     """The format in which ``unit`` travels in gathers; None for its compute dtype.
 
-    Raises PluginContractError: something else than a ``WireSpec`` of a positive multiple of 16 bytes or None, or a
-    ``WireSpec`` of a precision plugin whose capabilities do not say that it encodes.
+    Raises PluginContractError: something else than None and a ``GatherEncoding`` of a positive multiple of 16 bytes, or
+    one of a precision plugin whose capabilities do not say that it encodes.
     """
-    answer = caster.wire(unit)
+    answer = precision.encoding(unit)
     if answer is None:
         return None
-    where = _answered(caster, "wire", answer, f"unit '{unit.label}'", rank)
-    if not isinstance(answer, WireSpec):
-        raise PluginContractError(f"{where}, which is no WireSpec. Return one, or None.")
-    if not caster.capabilities.encodes:
+    where = _answered(precision, "encoding", answer, f"unit '{unit.label}'", rank)
+    if not isinstance(answer, GatherEncoding):
+        raise PluginContractError(f"{where}, which is no GatherEncoding. Return one, or None.")
+    if not precision.capabilities.encodes:
         raise PluginContractError(
             f"{where}, but its capabilities do not say that it encodes. Set PrecisionCapabilities(encodes=True)."
         )
@@ -116,10 +116,10 @@ def wire_of(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> WireSpec | No
     return answer
 
 
-def form_of(caster: PrecisionCaster, weights: FormedWeights, rank: int) -> LinearForm:
+def form_of(precision: PrecisionPlugin, weights: FormedWeights, rank: int) -> LinearForm:
     """How ``weights`` travel and compute. Raises PluginContractError: no ``LinearForm``, or lanes that are no sizes."""
-    answer: Any = caster.form(weights)
-    where = _answered(caster, "form", answer, f"unit '{weights.unit}'", rank)
+    answer: Any = precision.form(weights)
+    where = _answered(precision, "form", answer, f"unit '{weights.unit}'", rank)
     if not isinstance(answer, LinearForm):
         raise PluginContractError(f"{where}, which is no LinearForm. Return one.")
     lanes: Any = answer.lanes
@@ -132,11 +132,11 @@ def _is_nbytes(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def callable_or_none(caster: PrecisionCaster, question: str, unit: UnitSpec, rank: int) -> Any:
+def callable_or_none(precision: PrecisionPlugin, question: str, unit: UnitSpec, rank: int) -> Any:
     """The ``input_cast`` or ``output_cast`` of ``unit``. Raises PluginContractError: it cannot be called."""
-    answer = getattr(caster, question)(unit)
+    answer = getattr(precision, question)(unit)
     if answer is not None and not callable(answer):
-        where = _answered(caster, question, answer, f"unit '{unit.label}'", rank)
+        where = _answered(precision, question, answer, f"unit '{unit.label}'", rank)
         raise PluginContractError(f"{where}, which cannot be called. Return what casts, or None.")
     return answer
 
@@ -217,13 +217,13 @@ def tensor_fault(tensor: Any, shape: torch.Size, dtype: torch.dtype) -> str:
     return ""
 
 
-def yes_or_no(caster: PrecisionCaster, question: str, answer: Any, about: str, rank: int) -> bool:
-    """``answer`` of ``caster`` to a ``question``. Raises PluginContractError: it is neither True nor False."""
+def yes_or_no(precision: PrecisionPlugin, question: str, answer: Any, about: str, rank: int) -> bool:
+    """``answer`` of ``precision`` to a ``question``. Raises PluginContractError: it is neither True nor False."""
     if not isinstance(answer, bool):
-        raise PluginContractError(f"{_answered(caster, question, answer, about, rank)}. Return True or False.")
+        raise PluginContractError(f"{_answered(precision, question, answer, about, rank)}. Return True or False.")
     return answer
 
 
-def _answered(caster: PrecisionCaster, question: str, answer: object, about: str, rank: int) -> str:
-    shown = repr(answer) if isinstance(answer, UnitDtypes | WireSpec) else told(answer)
-    return f"{question} of {plugin_name(caster)} answered {shown} for {about} (rank {rank})"
+def _answered(precision: PrecisionPlugin, question: str, answer: object, about: str, rank: int) -> str:
+    shown = repr(answer) if isinstance(answer, UnitDtypes | GatherEncoding) else told(answer)
+    return f"{question} of {plugin_name(precision)} answered {shown} for {about} (rank {rank})"

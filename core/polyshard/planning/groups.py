@@ -139,19 +139,19 @@ class UnitRanks:
     def alone(self) -> bool:
         return self.owner is None and self.behind is None
 
-    def reduce(self, result: torch.Tensor, wire: torch.Tensor) -> Work:
-        """Start taking the mean of ``wire`` (``[shard_size * n]``) over all ranks; ``result`` (``[n]``) gets the shard.
+    def reduce(self, result: torch.Tensor, gradients: torch.Tensor) -> Work:
+        """Start taking the mean of ``gradients`` (``[shard_size * n]``) over all ranks.
 
-        ``wire`` is overwritten. Without shards the mean replaces it.
+        ``result`` (``[n]``) gets the shard. ``gradients`` is overwritten. Without shards the mean replaces it.
         """
         behind = self.behind
         if self.reduction is None:
             if behind is None:
                 return COMPLETED
-            return issued(behind.all_reduce(wire, op=ReduceOp.MEAN), "all_reduce", behind)
+            return issued(behind.all_reduce(gradients, op=ReduceOp.MEAN), "all_reduce", behind)
         into = result if self.route is None else result.new_empty(self.route.rows * result.numel())
-        scratch = self._scratch(self.reduction, into, wire)
-        work = self.reduction.reduce_scatter(into, wire, op=ReduceOp.MEAN, scratch=scratch)
+        scratch = self._scratch(self.reduction, into, gradients)
+        work = self.reduction.reduce_scatter(into, gradients, op=ReduceOp.MEAN, scratch=scratch)
         work = issued(work, "reduce_scatter", self.reduction)
         if self.route is not None:
             work = ThenToOwners(work, self.route, [(result, into)])
@@ -160,14 +160,17 @@ class UnitRanks:
     def reduce_many(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], results: torch.Tensor | None = None
     ) -> Work:
-        """``reduce(result, wire)`` of units that have shards, in one launch where the backend can.
+        """``reduce(result, gradients)`` of units that have shards, in one launch where the backend can.
 
         ``results``: the memory of which each ``result`` is a range; needed for replicas, which reduce it as a whole.
         """
         among, rows = self.reduction, 1 if self.route is None else self.route.rows
         assert among is not None
         intos = [result if rows == 1 else result.new_empty(rows * result.numel()) for result, _ in pairs]
-        triples = [(into, wire, self._scratch(among, into, wire)) for into, (_, wire) in zip(intos, pairs, strict=True)]
+        triples = [
+            (into, gradients, self._scratch(among, into, gradients))
+            for into, (_, gradients) in zip(intos, pairs, strict=True)
+        ]
         work = issued(among.reduce_scatter_many(triples, op=ReduceOp.MEAN), "reduce_scatter_many", among)
         if self.route is not None:
             work = ThenToOwners(
@@ -191,9 +194,9 @@ class UnitRanks:
         return replace(self, replicate=None, replicas=None, route=None, rows=self.route.rows)
 
     @staticmethod
-    def _scratch(among: Collectives, result: torch.Tensor, wire: torch.Tensor) -> torch.Tensor | None:
-        nbytes = among.scratch_nbytes(BufferRole.REDUCE, wire.numel(), wire.dtype, result.dtype)
-        return torch.empty(nbytes, dtype=torch.uint8, device=wire.device) if nbytes else None
+    def _scratch(among: Collectives, result: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor | None:
+        nbytes = among.scratch_nbytes(BufferRole.REDUCE, gradients.numel(), gradients.dtype, result.dtype)
+        return torch.empty(nbytes, dtype=torch.uint8, device=gradients.device) if nbytes else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from ..events import Events
 from ..interfaces import (
     Collectives,
     FormedWeights,
+    GatherEncoding,
     Group,
     InputCast,
     LinearForm,
@@ -23,13 +24,21 @@ from ..interfaces import (
     OffloadManager,
     OutputCast,
     PluginContext,
-    PrecisionCaster,
+    PrecisionPlugin,
     UnitDtypes,
     UnitSpec,
-    WireSpec,
     WrapPolicy,
 )
-from .answers import callable_or_none, dtypes_of, form_of, is_packed, offloaded_units, refuse_unable, wire_of, yes_or_no
+from .answers import (
+    callable_or_none,
+    dtypes_of,
+    encoding_of,
+    form_of,
+    is_packed,
+    offloaded_units,
+    refuse_unable,
+    yes_or_no,
+)
 from .groups import ModelRanks, PlannedRanks
 from .layout import FlatLayout, contiguous_stride, rows_layout
 from .meshes import WorldMesh, refuse_overlap
@@ -42,7 +51,7 @@ class ChosenPlugins:
 
     context: PluginContext
     collectives: Collectives
-    caster: PrecisionCaster
+    precision: PrecisionPlugin
     offload: OffloadManager
     policy: WrapPolicy
     events: Events
@@ -70,7 +79,7 @@ class PlannedUnit:
     spec: UnitSpec
     layout: FlatLayout
     dtypes: UnitDtypes
-    wire: WireSpec | None
+    encoding: GatherEncoding | None
     """How it travels; None for as it computes."""
     forms: tuple[LinearForm, ...]
     """How linear layers compute with what a gather brings, one a segment; empty where they compute in a dtype."""
@@ -92,7 +101,9 @@ class PlannedUnit:
         if self.forms:
             return sum(sum(form.lanes) for form in self.forms)
         return (
-            self.layout.shard_numel * self.dtypes.compute.itemsize if self.wire is None else self.wire.nbytes_per_rank
+            self.layout.shard_numel * self.dtypes.compute.itemsize
+            if self.encoding is None
+            else self.encoding.nbytes_per_rank
         )
 
 
@@ -104,7 +115,7 @@ class PlannedModule(ModuleParameters):
     fail from here on.
     """
 
-    caster: PrecisionCaster
+    precision: PrecisionPlugin
     """As ``offload`` the model's, or the one that its policy named for it."""
     offload: OffloadManager
     named: Mapping[str, registry.Constructed]
@@ -185,9 +196,9 @@ def _planned(
         for setting, group in _OVERRIDDEN.items()
         if setting in owner.overrides
     }
-    caster = named["precision"].instance if "precision" in named else plugins.caster
+    precision = named["precision"].instance if "precision" in named else plugins.precision
     offload = named["offload"].instance if "offload" in named else plugins.offload
-    refuse_unable(caster, rank)
+    refuse_unable(precision, rank)
     refuse_unable(offload, rank)
     reads = reads_in_backward(owner.module)
     of_module = model.of_unit(owner, None, rank, reads=reads)
@@ -202,7 +213,7 @@ def _planned(
         device=plugins.context.device,
         is_root=not owner.name or owner.parent is not None,
     )
-    for group in (part for each in owner.groups for part in _split_by_caster(owner, each, caster, unsized, rank)):
+    for group in (part for each in owner.groups for part in _split_by_precision(owner, each, precision, unsized, rank)):
         first = group[0]
         ranks = of_module if first.mesh is None else model.of_unit(owner, first.mesh, rank, reads=reads)
         if first.replicated:
@@ -228,69 +239,71 @@ def _planned(
             keeps_dtype=first.keeps_dtype,
             ranks=ranks.lists.label,
         )
-        dtypes = dtypes_of(caster, spec, rank, packed=packed)
+        dtypes = dtypes_of(precision, spec, rank, packed=packed)
         # Of formed ones bytes, whatever they mean.
-        travels = 1 if first.formed else min(dtypes.compute.itemsize, dtypes.wire.itemsize)
+        travels = 1 if first.formed else min(dtypes.compute.itemsize, dtypes.communication.itemsize)
         if not first.formed:
             travelled[dtype] = travels
         if travels != itemsize:
             flat = rows_layout(tensors, dims, shards=ranks.shards, itemsize=travels)
             spec = replace(spec, numel=flat.padded_numel, shard_numel=flat.shard_numel)
-        forms = _forms_in(caster, spec, flat, dtypes.compute, rank) if first.formed else ()
+        forms = _forms_in(precision, spec, flat, dtypes.compute, rank) if first.formed else ()
         as_it_is = ranks.shards == 1 or bool(forms) or first.extended or packed or is_packed(dtype)
-        wire = None if as_it_is else wire_of(caster, spec, rank)
+        encoding = None if as_it_is else encoding_of(precision, spec, rank)
         # Asked again when the unit is built: a plugin that cannot answer must say so while the model is whole.
-        _full_precision_in_eval(caster, spec, rank)
+        _full_precision_in_eval(precision, spec, rank)
         observers = plugins.events.observers(spec) if plugins.events.active else ()
         numels = [each.original.numel() if each.part is None else each.part.largest_numel for each in group]
         even = all(each.part is None or each.part.is_even for each in group)
         launched = flat.padded_numel if even else sum(numels)
-        units.append(PlannedUnit(group, spec, flat, dtypes, wire, forms, observers, ranks, launched))
+        units.append(PlannedUnit(group, spec, flat, dtypes, encoding, forms, observers, ranks, launched))
     plain = (unit for unit in units if unit.parameters[0].packed is None and not is_packed(unit.spec.master_dtype))
     computing = next(plain, None)
     spec = unsized if computing is None else computing.spec
-    buffer_dtype = (dtypes_of(caster, spec, rank) if computing is None else computing.dtypes).buffer
+    buffer_dtype = (dtypes_of(precision, spec, rank) if computing is None else computing.dtypes).buffer
     for unit in units:
         _refuse_narrow_batch_norms(unit.parameters, unit.dtypes.compute, buffer_dtype, rank)
     # A split module's inputs and outputs stay inside the module around it.
     casts = owner.parent is None
     return PlannedModule(
         *(getattr(owner, field.name) for field in fields(owner)),
-        caster=caster,
+        precision=precision,
         offload=offload,
         named=named,
         ranks=of_module,
         units=tuple(units),
         buffer_dtype=buffer_dtype,
-        input_cast=callable_or_none(caster, "input_cast", spec, rank) if casts else None,
-        output_cast=callable_or_none(caster, "output_cast", spec, rank) if casts else None,
-        full_precision_in_eval=_full_precision_in_eval(caster, spec, rank),
+        input_cast=callable_or_none(precision, "input_cast", spec, rank) if casts else None,
+        output_cast=callable_or_none(precision, "output_cast", spec, rank) if casts else None,
+        full_precision_in_eval=_full_precision_in_eval(precision, spec, rank),
         reads_in_backward=reads,
     )
 
 
-def _split_by_caster(
-    owner: ModuleParameters, group: Sequence[ManagedParameter], caster: PrecisionCaster, unit: UnitSpec, rank: int
+def _split_by_precision(
+    owner: ModuleParameters, group: Sequence[ManagedParameter], precision: PrecisionPlugin, unit: UnitSpec, rank: int
 ) -> list[tuple[ManagedParameter, ...]]:
     """``group``, one of ``owner``, as up to three: parameters in the compute dtype, those that keep their own, and
-    weights that ``caster`` forms.
+    weights that ``precision`` forms.
 
     Weights of a module that was split off are not formed: other modules may compute with them.
     """
     # Most precision plugins answer neither question by themselves, and models have many parameters.
     keeps, forms = (
-        getattr(getattr(caster, question), "__func__", None) is not getattr(PrecisionCaster, question)
+        getattr(getattr(precision, question), "__func__", None) is not getattr(PrecisionPlugin, question)
         for question in ("keeps_dtype", "forms")
     )
     parts: tuple[list[ManagedParameter], ...] = [], [], []
     for each in group:
         name, (module, attribute) = each.names[0], each.sites[0]
-        each.keeps_dtype = keeps and yes_or_no(caster, "keeps_dtype", caster.keeps_dtype(unit, name), f"'{name}'", rank)
+        each.keeps_dtype = keeps and yes_or_no(
+            precision, "keeps_dtype", precision.keeps_dtype(unit, name), f"'{name}'", rank
+        )
         each.formed = False
         if forms and owner.parent is None and not each.keeps_dtype and _may_be_formed(each):
             linear: Any = module
             name = name.removesuffix(attribute).removesuffix(".")
-            each.formed = yes_or_no(caster, "forms", caster.forms(unit, linear, name), f"'{name}'", rank)
+            each.formed = yes_or_no(precision, "forms", precision.forms(unit, linear, name), f"'{name}'", rank)
         parts[1 if each.keeps_dtype else 2 if each.formed else 0].append(each)
     return [tuple(part) for part in parts if part]
 
@@ -315,7 +328,7 @@ def _may_be_formed(parameter: ManagedParameter) -> bool:
 
 
 def _forms_in(
-    caster: PrecisionCaster, unit: UnitSpec, layout: FlatLayout, compute: torch.dtype, rank: int
+    precision: PrecisionPlugin, unit: UnitSpec, layout: FlatLayout, compute: torch.dtype, rank: int
 ) -> tuple[LinearForm, ...]:
     """The forms of the weights of ``unit``, those of each segment of ``layout`` by themselves.
 
@@ -344,7 +357,7 @@ def _forms_in(
             compute=compute,
             device=unit.device,
         )
-        found.append(form_of(caster, weights, rank))
+        found.append(form_of(precision, weights, rank))
     return tuple(found)
 
 
@@ -391,8 +404,8 @@ def _refuse_beside_buffers(module: PlannedModule, collectives: Collectives) -> N
             where = f"'{parameter.names[0]}', a {type(parameter.original).__name__} that gathers itself {rank}"
             instead = "pass it in ignored_parameters"
         elif unit.forms:
-            caster = type(module.caster).__name__
-            where = f"'{unit.spec.parameter_names[0]}', which {caster} keeps in bytes of its own {rank}"
+            precision = type(module.precision).__name__
+            where = f"'{unit.spec.parameter_names[0]}', which {precision} keeps in bytes of its own {rank}"
             instead = "another precision"
         else:
             continue
@@ -418,11 +431,11 @@ def _refuse_unrouted(module: PlannedModule, collectives: Collectives) -> None:
     for unit in module.units:
         if unit.ranks.lists.near is None:
             continue
-        parameter, caster = unit.parameters[0], type(module.caster).__name__
+        parameter, precision = unit.parameters[0], type(module.precision).__name__
         if parameter.extended:
             fault = f"'{parameter.names[0]}' gathers itself. Pass it in ignored_parameters"
-        elif unit.forms or unit.wire is not None:
-            fault = f"{caster} encodes what '{module.name or '(root)'}' gathers. Choose a precision that casts"
+        elif unit.forms or unit.encoding is not None:
+            fault = f"{precision} encodes what '{module.name or '(root)'}' gathers. Choose a precision that casts"
         elif not collectives.capabilities.exchanges:
             fault = f"{type(collectives).__name__} has no all_to_all. Choose collectives that have"
         elif collectives.capabilities.fixed_addresses:
@@ -450,9 +463,9 @@ def reads_in_backward(module: nn.Module) -> bool:
     )
 
 
-def _full_precision_in_eval(caster: PrecisionCaster, unit: UnitSpec, rank: int) -> bool:
-    answer = caster.full_precision_in_eval(unit)
-    return yes_or_no(caster, "full_precision_in_eval", answer, f"unit '{unit.label}'", rank)
+def _full_precision_in_eval(precision: PrecisionPlugin, unit: UnitSpec, rank: int) -> bool:
+    answer = precision.full_precision_in_eval(unit)
+    return yes_or_no(precision, "full_precision_in_eval", answer, f"unit '{unit.label}'", rank)
 
 
 def _suffix(group: Sequence[ManagedParameter], ranks: str) -> str:

@@ -18,14 +18,14 @@ from ..interfaces import (
     Collectives,
     Group,
     OffloadManager,
-    PrecisionCaster,
+    PrecisionPlugin,
     WrapPolicy,
 )
 
 #: The class of each group's instances.
 CONTRACTS: Mapping[Group, type] = {
     Group.COLLECTIVES: Collectives,
-    Group.PRECISION: PrecisionCaster,
+    Group.PRECISION: PrecisionPlugin,
     Group.OFFLOAD: OffloadManager,
     Group.POLICIES: WrapPolicy,
     Group.PLUGINS: object,
@@ -34,7 +34,10 @@ CONTRACTS: Mapping[Group, type] = {
 _VERSION = "api_version"
 
 #: Methods with a default that have another name now: an override of the old one would never be called.
-_RENAMED: Mapping[type, Mapping[str, str]] = {OffloadManager: {"units_to_park": "units_to_offload"}}
+_RENAMED: Mapping[type, Mapping[str, str]] = {
+    OffloadManager: {"units_to_park": "units_to_offload"},
+    PrecisionPlugin: {"wire": "encoding"},
+}
 
 
 def check_api_version(group: Group, plugin: object, where: str, *, inherited: bool = True) -> None:

@@ -18,13 +18,13 @@ from ..interfaces import (
     SLICE_ALIGNMENT_BYTES,
     BufferRole,
     Collectives,
+    GatherEncoding,
     Observer,
     OffloadManager,
-    PrecisionCaster,
+    PrecisionPlugin,
     UnitEvent,
     UnitOperation,
     UnitSpec,
-    WireSpec,
     Work,
 )
 from ..interfaces.collectives import issued
@@ -42,7 +42,7 @@ class Source(NamedTuple):
     ``group`` is of neighbours, its ``SecondaryShard``."""
     offload_manager: OffloadManager | None
     """It alone reads offloaded ``memory``; None where nothing is offloaded."""
-    wire: WireSpec | None
+    encoding: GatherEncoding | None
     """How the unit travels where its precision plugin encodes it; None for as its buffer is."""
     slices: Sequence[torch.Tensor]
     """The slices of ``memory``, one for each of ``owns``."""
@@ -82,7 +82,7 @@ class GatheredUnit(Protocol):
 
     spec: UnitSpec
     ranks: UnitRanks
-    caster: PrecisionCaster
+    precision: PrecisionPlugin
     observers: tuple[Observer, ...]
 
 
@@ -167,7 +167,7 @@ def _start_one(gathered: Gatherable) -> Work:
         return _start_many(group, (gathered,))
     for observer in gathered.unit.observers:
         observer(UnitEvent(UnitOperation.GATHER, gathered.unit.spec))
-    if source.wire is not None and group is not None:
+    if source.encoding is not None and group is not None:
         encoded = _EncodedGather(group, [gathered])
         return encoded.behind(issued(group.all_gather(*encoded.pairs[0]), "all_gather", group, gathered.unit.spec))
     own = source.owns[0]
@@ -185,7 +185,7 @@ def _start_many(group: Collectives | None, units: Sequence[Gatherable]) -> Work:
     for each in units:
         for observer in each.unit.observers:
             observer(UnitEvent(UnitOperation.GATHER, each.unit.spec))
-    plain = [each for each in units if each.source.wire is None]
+    plain = [each for each in units if each.source.encoding is None]
     here = [each for each in plain if each.source.offload_manager is None]
     behind = [call for each in plain for call in each.buffer.behind]
     for each in plain:
@@ -209,7 +209,7 @@ def _start_many(group: Collectives | None, units: Sequence[Gatherable]) -> Work:
     elif len(plain) == len(units):
         gather = issued(group.all_gather_many(pairs), "all_gather_many", group, spec)
     else:
-        encoded = _EncodedGather(group, [each for each in units if each.source.wire is not None])
+        encoded = _EncodedGather(group, [each for each in units if each.source.encoding is not None])
         gather = encoded.behind(issued(group.all_gather_many(pairs + encoded.pairs), "all_gather_many", group, spec))
     return Then(behind, gather) if behind else gather
 
@@ -240,25 +240,25 @@ class _EncodedGather:
     gathered."""
 
     def __init__(self, group: Collectives, units: Sequence[Gatherable]) -> None:
-        nbytes = [each.source.wire.nbytes_per_rank for each in units if each.source.wire is not None]
+        nbytes = [each.source.encoding.nbytes_per_rank for each in units if each.source.encoding is not None]
         sizes = [group.world_size * each for each in nbytes]
         ends = list(accumulate(-(-size // SLICE_ALIGNMENT_BYTES) * SLICE_ALIGNMENT_BYTES for size in sizes))
         # In one piece of memory: allocating many costs the host more than cutting one.
         memory = torch.empty(ends[-1], dtype=torch.uint8, device=units[0].unit.spec.device)
-        wires = [
+        messages = [
             memory[start : start + size].view(group.world_size, -1)
             for start, size in zip([0, *ends], sizes, strict=False)
         ]
-        owns = [wire[group.rank] for wire in wires]
+        owns = [message[group.rank] for message in messages]
         #: The bytes that each unit's gather fills, and this rank's part of them.
-        self.pairs = [(wire.view(-1), own) for wire, own in zip(wires, owns, strict=True)]
+        self.pairs = [(message.view(-1), own) for message, own in zip(messages, owns, strict=True)]
         self._decodes: list[Callable[[], None]] = []
-        for caster in {id(each.unit.caster): each.unit.caster for each in units}.values():
-            mine = [index for index, each in enumerate(units) if each.unit.caster is caster]
+        for precision in {id(each.unit.precision): each.unit.precision for each in units}.values():
+            mine = [index for index, each in enumerate(units) if each.unit.precision is precision]
             specs = [units[index].unit.spec for index in mine]
-            caster.encode_many(specs, [owns[index] for index in mine], [_on_device(units[index]) for index in mine])
+            precision.encode_many(specs, [owns[index] for index in mine], [_on_device(units[index]) for index in mine])
             buffers = [units[index].buffer for index in mine]
-            self._decodes.append(partial(_decode, caster, specs, [wires[index] for index in mine], buffers))
+            self._decodes.append(partial(_decode, precision, specs, [messages[index] for index in mine], buffers))
 
     def behind(self, gather: Work) -> Work:
         """``gather``, of ``pairs`` and maybe others, and then the decoding."""
@@ -266,14 +266,14 @@ class _EncodedGather:
 
 
 def _decode(
-    caster: PrecisionCaster, specs: list[UnitSpec], wires: list[torch.Tensor], buffers: list[FlatBuffer]
+    precision: PrecisionPlugin, specs: list[UnitSpec], messages: list[torch.Tensor], buffers: list[FlatBuffer]
 ) -> None:
     # A precision plugin writes one rank's elements after the other's, whatever segments they lie in.
     rows = [
-        (torch.empty_like(buffer.flat) if buffer.layout.segments else buffer.flat).view(len(wire), -1)
-        for buffer, wire in zip(buffers, wires, strict=True)
+        (torch.empty_like(buffer.flat) if buffer.layout.segments else buffer.flat).view(len(message), -1)
+        for buffer, message in zip(buffers, messages, strict=True)
     ]
-    caster.decode_many(specs, wires, rows)
+    precision.decode_many(specs, messages, rows)
     for buffer, row in zip(buffers, rows, strict=True):
         if buffer.layout.segments:
             _torch_private.foreach_copy_(by_rank(buffer.flat, buffer.layout), columns_of(row, buffer.layout))

@@ -79,12 +79,12 @@ class GatheredParameters:
         self.training_buffer: FlatBuffer | None = None
         self.eval_buffer: FlatBuffer | None = None
         #: Whether the precision plugin wants another dtype in eval mode.
-        self.follows_mode = unit.caster.full_precision_in_eval(unit.spec)
+        self.follows_mode = unit.precision.full_precision_in_eval(unit.spec)
         self._full_precision_in_eval = (
             self.follows_mode
             and not unit.permanent
             and unit.dtypes.compute != unit.spec.master_dtype
-            and unit.wire is None
+            and unit.encoding is None
             and not (unit.extended or unit.forms)
         )
         # Parameters that modules see in another form than the plain view, as ``DTensor``.
@@ -120,10 +120,10 @@ class GatheredParameters:
             among = f" among {unit.post_forward_ranks.world_size} ranks"
         elif unit.forms:
             numel, dtype = self.nbytes, torch.uint8
-        elif unit.wire is not None:
+        elif unit.encoding is not None:
             dtype = torch.uint8
             if unit.ranks.number == unit.ranks.world.world_size:
-                numel = unit.wire.nbytes_per_rank * unit.ranks.shard_size
+                numel = unit.encoding.nbytes_per_rank * unit.ranks.shard_size
         return f"{unit.name} ({numel} elements of {dtype}{among})"
 
     def prepare(self) -> None:
@@ -160,7 +160,7 @@ class GatheredParameters:
             return
         slices = [] if unit.extended or unit.forms else slices_of(unit.master, unit.layout)
         self.source = self.shards = Source(
-            unit.ranks.gather, unit.master, unit.offload_manager, unit.wire, slices, buffer.pairs, buffer.owns
+            unit.ranks.gather, unit.master, unit.offload_manager, unit.encoding, slices, buffer.pairs, buffer.owns
         )
         if part is not None and self.state is UnitState.SHARDED_POST_FORWARD:
             self._gather_from(part)
@@ -324,7 +324,7 @@ class GatheredParameters:
         own = shard_in(self.buffer.flat, unit.layout, unit.ranks.shard_rank)
         # Nothing arrives between segments.
         whole = torch.cat(self.buffer.parts) if unit.layout.segments else self.buffer.flat
-        return whole, own, None if unit.offloaded or unit.wire is not None else unit.master
+        return whole, own, None if unit.offloaded or unit.encoding is not None else unit.master
 
     def show(self) -> None:
         """Let modules see whole parameters."""

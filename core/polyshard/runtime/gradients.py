@@ -48,16 +48,16 @@ class Gradients:
         self._layout = layout
         self._dtypes = dtypes
         self._offload_manager, self._placed = offload_manager, placed
-        wire = dtypes.wire
+        travels = dtypes.communication
         shard = unit.ranks.reduction
-        if shard is None or not (shard.capabilities.widening and wire in shard.capabilities.dtypes):
+        if shard is None or not (shard.capabilities.widening and travels in shard.capabilities.dtypes):
             # No backend that widens: gradients travel in the dtype in which they accumulate.
-            wire = dtypes.reduce
-        self.input = ReductionInput(layout, wire, dtypes.reduce, unit.spec.device)
+            travels = dtypes.reduce
+        self.input = ReductionInput(layout, travels, dtypes.reduce, unit.spec.device)
         #: Where gradients of several backwards are added up before they are reduced. They travel as they add up: in a
         #: narrower dtype, sums would be rounded once more.
         self.sums = self.input
-        if wire != dtypes.reduce:
+        if travels != dtypes.reduce:
             self.sums = ReductionInput(layout, dtypes.reduce, dtypes.reduce, unit.spec.device)
         # The sum of what other replicas or groups have not added up, and how many reductions are still to add to it.
         self._shard: torch.Tensor | None = None

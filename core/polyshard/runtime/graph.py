@@ -50,9 +50,9 @@ def capture_obstacle(root: Root) -> str | None:
                 f"{type(unit.offload).__name__} keeps the parameters of '{unit.name}' away from the device, and the "
                 "host waits for them in each step. Shard with offload='none'."
             )
-        if unit.caster.capabilities.encodes:
+        if unit.precision.capabilities.encodes:
             return (
-                f"{type(unit.caster).__name__} encodes what travels, and prepares that on the host before each "
+                f"{type(unit.precision).__name__} encodes what travels, and prepares that on the host before each "
                 "forward. Choose a precision that casts only."
             )
     if root.events.steps or any(unit.observers for unit in root.units):

@@ -434,7 +434,7 @@ class PlacedParameters(HeldParameters):
                 "them, or after zero_grad()."
             )
         unit.spec = dataclasses.replace(unit.spec, master_dtype=master.dtype)
-        unit.dtypes = dtypes_of(unit.caster, unit.spec, unit.ranks.world.rank, packed=bool(unit.packed))
+        unit.dtypes = dtypes_of(unit.precision, unit.spec, unit.ranks.world.rank, packed=bool(unit.packed))
         unit.use_master(unit.offload.place(unit.spec, master) if unit.offloaded else master)
         self._be_found()
 

@@ -16,7 +16,7 @@ from torch import nn
 from .. import _torch_private
 from ..errors import PolyshardError, StateError, UnshardedUseError
 from ..events import Events
-from ..interfaces import Collectives, OffloadManager, PrecisionCaster
+from ..interfaces import Collectives, OffloadManager, PrecisionPlugin
 from .backward import BackwardPass, ForwardRecord
 from .backward_step import BackwardStep
 from .budget import Budget
@@ -181,8 +181,8 @@ class Root:
         self._offload_managers: tuple[OffloadManager, ...] = tuple(
             {id(u.offload): u.offload for u in self.units if u.offloaded}.values()
         )
-        self._encoding: tuple[PrecisionCaster, ...] = tuple(
-            {id(u.caster): u.caster for u in self.units if u.caster.capabilities.encodes}.values()
+        self._encoding: tuple[PrecisionPlugin, ...] = tuple(
+            {id(u.precision): u.precision for u in self.units if u.precision.capabilities.encodes}.values()
         )
 
     @property
@@ -263,8 +263,8 @@ class Root:
         # Not where gathers begin: a CUDA graph that replays begins some, and measures nothing.
         if self.streams.waits is not None:
             self.streams.waits.begin_forward()
-        for caster in self._encoding:
-            caster.prepare([unit.spec for unit in self.units if unit.caster is caster], self.collectives)
+        for precision in self._encoding:
+            precision.prepare([unit.spec for unit in self.units if unit.precision is precision], self.collectives)
         if self.events.steps:
             self.events.step_begin(module)
 

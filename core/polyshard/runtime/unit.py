@@ -14,13 +14,13 @@ from torch import nn
 from ..errors import UnsupportedError
 from ..interfaces import (
     Collectives,
+    GatherEncoding,
     LinearForm,
     Observer,
     OffloadManager,
-    PrecisionCaster,
+    PrecisionPlugin,
     UnitDtypes,
     UnitSpec,
-    WireSpec,
 )
 from ..planning.groups import UnitRanks
 from ..planning.layout import FlatLayout
@@ -73,12 +73,12 @@ class Unit(ABC):
         ranks: UnitRanks,
         master: torch.Tensor,
         dtypes: UnitDtypes,
-        caster: PrecisionCaster,
+        precision: PrecisionPlugin,
         offload: OffloadManager,
         *,
         reshard: Reshard,
         offloaded: bool,
-        wire: WireSpec | None = None,
+        encoding: GatherEncoding | None = None,
         forms: Sequence[LinearForm] = (),
         post_forward_ranks: Collectives | None = None,
         launch_numel: int | None = None,
@@ -87,7 +87,7 @@ class Unit(ABC):
         """Make what a unit knows before its first forward.
 
         Args:
-            spec, ranks, dtypes, caster, offload, offloaded, wire, forms: As planned.
+            spec, ranks, dtypes, precision, offload, offloaded, encoding, forms: As planned.
             layout, parameters: Where its parameters lie, and these in the same order.
             master: Where it lives, offloaded already if ``offloaded``.
             reshard: Whether it is released after forward.
@@ -101,12 +101,12 @@ class Unit(ABC):
         self.parameters = tuple(parameters)
         self.ranks = ranks
         self.dtypes = dtypes
-        self.caster = caster
+        self.precision = precision
         self.offload = offload
         #: Whether ``offload`` keeps the master and the gradient.
         self.offloaded = offloaded
         #: How the unit travels where its precision plugin encodes it; None for as it computes.
-        self.wire = wire
+        self.encoding = encoding
         #: How its linear layers compute with the bytes of a gather; empty where they compute in a dtype.
         self.forms = tuple(forms)
         self.post_forward_ranks = post_forward_ranks

@@ -19,7 +19,7 @@ import torch
 from .. import _torch_private
 from ..config import ShardConfig
 from ..errors import PolyshardError, RankMismatchError, plugin_name, words
-from ..interfaces import Collectives, OffloadManager, PrecisionCaster, WrapPolicy
+from ..interfaces import Collectives, OffloadManager, PrecisionPlugin, WrapPolicy
 from ..planning.groups import group_of
 from ..runtime.peers import scope_of
 from .differences import Reported, listed, message_of
@@ -339,7 +339,7 @@ class StoreAgreement:
 
 
 #: The classes of plugins whose methods a call runs; a listener's name is noted where its hooks are called.
-_PLUGINS = (Collectives, OffloadManager, PrecisionCaster, WrapPolicy)
+_PLUGINS = (Collectives, OffloadManager, PrecisionPlugin, WrapPolicy)
 
 
 def _note_plugin(error: Exception) -> None:

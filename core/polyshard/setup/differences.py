@@ -151,7 +151,7 @@ def kind_of(collectives: Collectives) -> list[Any]:
 
 
 def rows_of(plan: PlannedModule, overrides: list[Any]) -> list[list[Any]]:
-    """The rows that ranks compare of a module: its settings, and for each unit dtypes, wire, parameters and layout.
+    """The rows that ranks compare of a module: its settings, and for each unit dtypes, encoding, parameters and layout.
 
     All of it is the same on ranks with different parts of the parameters: where these are uneven, what depends on a
     rank's own part is left out. It follows from the rest.
@@ -165,7 +165,10 @@ def rows_of(plan: PlannedModule, overrides: list[Any]) -> list[list[Any]]:
         title = f"unit '{unit.spec.label}'"
         even = all(parameter.part is None or parameter.part.is_even for parameter in group)
         dtypes = [str(getattr(unit.dtypes, field.name)) for field in dataclasses.fields(unit.dtypes)]
-        travels = ["bytes on the wire", unit.wire and (unit.wire.nbytes_per_rank if even else "of uneven parts")]
+        travels = [
+            "bytes of a gather",
+            unit.encoding and (unit.encoding.nbytes_per_rank if even else "of uneven parts"),
+        ]
         rows.append([title, ["dtypes", *dtypes], travels, ["offloaded", unit.offloaded]])
         if unit.ranks is not plan.ranks:
             rows[-1].append(["over", unit.ranks.lists.label])

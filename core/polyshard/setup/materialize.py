@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ParameterError, PluginContractError, plugin_name
-from ..interfaces import Collectives, OffloadManager, PrecisionCaster
+from ..interfaces import Collectives, OffloadManager, PrecisionPlugin
 from ..planning.answers import tensor_fault
 from ..planning.extensions import inner_tensors, insides_of, own_rows
 from ..planning.groups import PlannedRanks, UnitRanks
@@ -342,7 +342,7 @@ def place_master(offload: OffloadManager, unit: PlannedUnit, shard: torch.Tensor
             f"{rank}): {difference}. Return a copy of the shard, or the shard itself."
         )
     # A gather in compute dtype is written by it; one that is encoded reads the master as it is.
-    dtype = unit.dtypes.compute if unit.wire is None else master.dtype
+    dtype = unit.dtypes.compute if unit.encoding is None else master.dtype
     # NaN, or -1 where there is none.
     own = torch.full((spec.shard_numel * dtype.itemsize,), 255, dtype=torch.uint8, device=spec.device).view(dtype)
     offload.fetch(spec, master, own)
@@ -360,38 +360,38 @@ def try_codecs(owners: Iterable[PlannedModule], collectives: Collectives) -> Non
 
     Raises PluginContractError: what was decoded has little to do with what was encoded.
     """
-    smallest: dict[int, tuple[PrecisionCaster, PlannedUnit]] = {}
+    smallest: dict[int, tuple[PrecisionPlugin, PlannedUnit]] = {}
     for owner in owners:
         for unit in owner.units:
             unreal = unit.spec.device.type == "meta" or unit.spec.master_dtype.is_complex
-            if unit.wire is None or not unit.spec.shard_numel or unreal:
+            if unit.encoding is None or not unit.spec.shard_numel or unreal:
                 continue
-            known = smallest.get(id(owner.caster))
+            known = smallest.get(id(owner.precision))
             if known is None or unit.spec.shard_numel < known[1].spec.shard_numel:
-                smallest[id(owner.caster)] = owner.caster, unit
-    for caster, unit in smallest.values():
-        _try_codec(caster, unit, collectives)
+                smallest[id(owner.precision)] = owner.precision, unit
+    for precision, unit in smallest.values():
+        _try_codec(precision, unit, collectives)
 
 
-def _try_codec(caster: PrecisionCaster, unit: PlannedUnit, collectives: Collectives) -> None:
+def _try_codec(precision: PrecisionPlugin, unit: PlannedUnit, collectives: Collectives) -> None:
     spec, shards = unit.spec, unit.layout.world_size
-    assert unit.wire is not None
+    assert unit.encoding is not None
     ramp = torch.linspace(-1.0, 1.0, spec.shard_numel + 2, dtype=torch.float64)[1:-1]
     shard = ramp.to(device=spec.device, dtype=spec.master_dtype)
-    wire = torch.zeros(shards, unit.wire.nbytes_per_rank, dtype=torch.uint8, device=spec.device)
+    message = torch.zeros(shards, unit.encoding.nbytes_per_rank, dtype=torch.uint8, device=spec.device)
     out = torch.full((shards, spec.shard_numel), float("nan"), dtype=unit.dtypes.compute, device=spec.device)
     with torch.no_grad():
-        caster.prepare([spec], collectives)
+        precision.prepare([spec], collectives)
         # As in a step: together with those that travel along, here by itself.
-        caster.encode_many([spec], [wire[0]], [shard])
-        wire.copy_(wire[:1].clone().expand_as(wire))
-        caster.decode_many([spec], [wire], [out])
+        precision.encode_many([spec], [message[0]], [shard])
+        message.copy_(message[:1].clone().expand_as(message))
+        precision.decode_many([spec], [message], [out])
     for row, values in enumerate(out.double().cpu().unbind()):
         if not _alike(values, ramp):
             raise PluginContractError(
-                f"decode of {plugin_name(caster)} made {_few(values)} of what encode had made of {_few(ramp)}, as the "
-                f"shard of rank {row} in unit '{spec.label}' (rank {collectives.rank}). Let decode undo encode, for "
-                "every rank's row."
+                f"decode of {plugin_name(precision)} made {_few(values)} of what encode had made of {_few(ramp)}, as "
+                f"the shard of rank {row} in unit '{spec.label}' (rank {collectives.rank}). Let decode undo encode, "
+                "for every rank's row."
             )
 
 

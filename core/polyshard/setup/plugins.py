@@ -97,25 +97,25 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
             f"The mesh is of ranks {world.ranks}, but the collectives are of {collectives.world_size} (rank "
             f"{collectives.rank}). Give collectives of the ranks of the mesh, or name them."
         )
-    precision = registry.resolve_setting(config, "precision", config.precision)
+    chosen = registry.resolve_setting(config, "precision", config.precision)
     offload = registry.resolve_setting(config, "offload", config.offload)
     policy = registry.resolve_setting(config, "policy", policy_choice(config.policy))
     listeners = [registry.resolve_setting(config, "listeners", choice) for choice in config.listeners]
     refuse_unable(collectives, collectives.rank)
     refuse_unserved(constructed, context, collectives.world_size)
     watched = replace(context, rank=collectives.rank, world_size=collectives.world_size)
-    caster = registry.construct(precision, context)
+    precision = registry.construct(chosen, context)
     manager = registry.construct(offload, context)
     wraps = registry.construct(policy, context)
     watching = [registry.construct(plugin, watched) for plugin in listeners]
     return ChosenPlugins(
         context,
         collectives,
-        caster.instance,
+        precision.instance,
         manager.instance,
         wraps.instance,
         Events([(each.resolved.name, each.instance) for each in watching]),
-        (constructed, caster, manager, wraps, *watching),
+        (constructed, precision, manager, wraps, *watching),
         chosen.options if chosen.distribution else collectives,
         world,
     )

@@ -168,7 +168,7 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
         refuse_sharded(module, rank)
     _refuse_shared(module, parameters_to_shard(module, **ignored), rank)
     refuse_unshardable(module, rank=rank, **ignored)
-    refuse_unable(plugins.caster, rank)
+    refuse_unable(plugins.precision, rank)
     context = PolicyContext(**ignored, shards=shards, device=device, warn=partial(warn_once, rank=rank))
     label = next(each.resolved.label for each in plugins.used if each.resolved.group is Group.POLICIES)
     asked = f"plan() of {label}"
@@ -183,12 +183,12 @@ def _choose_modules(request: Request, plugins: ChosenPlugins, ranks: ModelRanks)
             raise PluginContractError(f"{what}: {words(error)}. Mend the policy, or what it is given.") from error
     names = {inner: name for name, inner in module.named_modules()}
     if isinstance(chosen, Mapping):
-        caster = plugins.caster
+        precision = plugins.precision
         others = ((inner, name) for inner, name in names.items() if inner not in chosen and inner is not module)
         alone = (
             inner
             for inner, name in others
-            if yes_or_no(caster, "leaves_alone", caster.leaves_alone(inner), f"'{name}'", rank)
+            if yes_or_no(precision, "leaves_alone", precision.leaves_alone(inner), f"'{name}'", rank)
         )
         chosen = {**chosen, **{inner: {} for inner in alone}}
     # Where nothing is gathered, one unit around the others costs nothing.

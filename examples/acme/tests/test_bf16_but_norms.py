@@ -16,9 +16,9 @@ class TestBf16ButNorms(PrecisionSuite):
 
 
 def test_layers_compute_in_bfloat16_and_normalisation_in_its_own_dtype() -> None:
-    caster = Bf16ButNorms(plugin_context())
+    precision = Bf16ButNorms(plugin_context())
     units = [unit for unit in PrecisionSuite().units() if unit.master_dtype is torch.float32]
-    computed = {unit.module_class: caster.dtypes(unit).compute for unit in units}
+    computed = {unit.module_class: precision.dtypes(unit).compute for unit in units}
     assert computed[torch.nn.Linear] is torch.bfloat16
     assert computed[torch.nn.LayerNorm] is torch.float32
 

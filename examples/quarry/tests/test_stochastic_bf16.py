@@ -23,25 +23,25 @@ def unit() -> UnitSpec:
     return next(unit for unit in units if unit.master_dtype is torch.float32 and unit.shard_numel > ELEMENTS)
 
 
-def rounded(caster: StochasticBf16, shard: torch.Tensor) -> torch.Tensor:
+def rounded(precision: StochasticBf16, shard: torch.Tensor) -> torch.Tensor:
     """``shard`` as one rank alone gathers it."""
     spec = unit()
     whole = torch.zeros(spec.shard_numel)
     whole[: len(shard)] = shard
-    (described,) = [caster.wire(spec)]
+    (described,) = [precision.encoding(spec)]
     assert described is not None
-    wire = torch.empty(1, described.nbytes_per_rank, dtype=torch.uint8)
+    message = torch.empty(1, described.nbytes_per_rank, dtype=torch.uint8)
     out = torch.empty(1, spec.shard_numel, dtype=torch.bfloat16)
-    caster.encode(spec, wire[0], whole)
-    caster.decode(spec, wire, out)
+    precision.encode(spec, message[0], whole)
+    precision.decode(spec, message, out)
     return out[0, : len(shard)].float()
 
 
-def forwards(caster: StochasticBf16, shard: torch.Tensor, number: int) -> torch.Tensor:
+def forwards(precision: StochasticBf16, shard: torch.Tensor, number: int) -> torch.Tensor:
     found = []
     for _ in range(number):
-        caster.prepare([unit()], None)  # type: ignore[arg-type]
-        found.append(rounded(caster, shard))
+        precision.prepare([unit()], None)  # type: ignore[arg-type]
+        found.append(rounded(precision, shard))
     return torch.stack(found)
 
 
@@ -63,15 +63,15 @@ def test_what_bfloat16_can_hold_and_what_is_not_finite_stays() -> None:
 
 
 def test_a_gather_for_backward_rounds_as_its_forward_did_and_the_next_forward_otherwise() -> None:
-    shard, caster = torch.full((ELEMENTS,), 1 + 2.0**-9), StochasticBf16(plugin_context())
-    (first,) = forwards(caster, shard, 1)
-    assert torch.equal(rounded(caster, shard), first)
-    assert not torch.equal(forwards(caster, shard, 1)[0], first)
+    shard, precision = torch.full((ELEMENTS,), 1 + 2.0**-9), StochasticBf16(plugin_context())
+    (first,) = forwards(precision, shard, 1)
+    assert torch.equal(rounded(precision, shard), first)
+    assert not torch.equal(forwards(precision, shard, 1)[0], first)
 
 
 def test_a_run_that_goes_on_rounds_as_if_it_had_not_ended() -> None:
-    shard, caster = torch.full((ELEMENTS,), 1 + 2.0**-9), StochasticBf16(plugin_context(), seed=3)
-    forwards(caster, shard, 2)
+    shard, precision = torch.full((ELEMENTS,), 1 + 2.0**-9), StochasticBf16(plugin_context(), seed=3)
+    forwards(precision, shard, 2)
     other = StochasticBf16(plugin_context(), seed=3)
-    other.load_state_dict(caster.state_dict())
-    assert torch.equal(forwards(other, shard, 2), forwards(caster, shard, 2))
+    other.load_state_dict(precision.state_dict())
+    assert torch.equal(forwards(other, shard, 2), forwards(precision, shard, 2))

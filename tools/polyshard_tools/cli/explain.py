@@ -108,7 +108,18 @@ def _unit_rows(explanation: Explanation, *, unfolded: bool) -> list[tuple[str, .
 
 
 _HEADER = (
-    *("class", "parameters", "elements", "padding", "each rank", "master", "compute", "wire", "reduce", "grad"),
+    *(
+        "class",
+        "parameters",
+        "elements",
+        "padding",
+        "each rank",
+        "master",
+        "compute",
+        "communication",
+        "reduce",
+        "grad",
+    ),
     *("chosen since", "frozen", "gathered as", "over", "overrides"),
 )
 #: How many columns of the table are there in any case.
@@ -117,7 +128,7 @@ _ALWAYS = 1 + _HEADER.index("frozen")
 
 def _cells(unit: ExplainedUnit) -> tuple[str, ...]:
     numbers = (len(unit.parameters), unit.elements, unit.padding, unit.shard_elements)
-    dtypes = (unit.master, unit.compute, unit.wire, unit.reduce, unit.grad)
+    dtypes = (unit.master, unit.compute, unit.communication, unit.reduce, unit.grad)
     return (
         unit.module_class,
         *(f"{number:,}" for number in numbers),

@@ -146,7 +146,10 @@ def _add_check(verbs: Commands) -> None:
     check.add_argument("--group", help="its group, for example offload, where several have the name")
     check.add_argument("--options", default="{}", metavar="TABLE", help="its options, for example '{folder = \".\"}'")
     check.add_argument(
-        "--suite", default="{}", metavar="TABLE", help="attributes of the suite, for example '{wire_tolerance = 0.01}'"
+        "--suite",
+        default="{}",
+        metavar="TABLE",
+        help="attributes of the suite, for example '{encoding_tolerance = 0.01}'",
     )
     check.add_argument("--model", default="", metavar="PKG:FACTORY", help="builds the model that a policy is to plan")
     check.add_argument(

@@ -167,13 +167,13 @@ def _print(found: Plan) -> None:
     size, unit = _unit_of(found.peak_nbytes)
     _print_memory(found, size, unit)
     _print_groups(found, size, unit)
-    if found.wire:
+    if found.traffic:
         print()
-        named = any(row.over for row in found.wire)
+        named = any(row.over for row in found.traffic)
         rows: list[tuple[str, ...]] = [
             ("collective", *["over"] * named, "ranks", "launches", "collectives", f"{unit} received")
         ]
-        for row in found.wire:
+        for row in found.traffic:
             group = (row.over or "-",) if named else ()
             numbers = str(row.ranks), str(row.launches), str(row.collectives), f"{row.received_nbytes / size:.2f}"
             rows.append((row.operation.value, *group, *numbers))

@@ -86,7 +86,7 @@ class ExplainedUnit:
     """Of the master, which the optimizer updates."""
     compute: torch.dtype
     """Of parameters in forward and backward."""
-    wire: torch.dtype
+    communication: torch.dtype
     """Of gradients while they travel."""
     reduce: torch.dtype
     """In which gradients are accumulated."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from .pipeline import Order, Pipeline, PipelinePlan, PipelineTime, RankPlan, plan_pipeline
-from .plan import Plan, UnitGroup, Wire, largest_fitting, plan
+from .plan import Plan, Traffic, UnitGroup, largest_fitting, plan
 from .recording import Kind, MemoryTimeline, Moment, Operation, Span
 from .timing import (
     DEVICES,
@@ -63,8 +63,8 @@ __all__ = [
     "StepTime",
     "TracedModel",
     "TracedStep",
+    "Traffic",
     "UnitGroup",
-    "Wire",
     "batches_of",
     "find_device",
     "find_links",

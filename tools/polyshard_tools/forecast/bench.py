@@ -117,13 +117,13 @@ class _Timed:
         self._collectives = collectives
         self._operation = operation
         device, capabilities = collectives.device, collectives.capabilities
-        wire = torch.bfloat16 if torch.bfloat16 in capabilities.dtypes else torch.float16
+        travels = torch.bfloat16 if torch.bfloat16 in capabilities.dtypes else torch.float16
         role = BufferRole.GATHER if operation is Operation.ALL_GATHER else BufferRole.REDUCE
-        with collectives.allocation(role, shard * collectives.world_size * wire.itemsize):
-            self._whole = torch.zeros(shard * collectives.world_size, dtype=wire, device=device)
+        with collectives.allocation(role, shard * collectives.world_size * travels.itemsize):
+            self._whole = torch.zeros(shard * collectives.world_size, dtype=travels, device=device)
         self._shard = self._whole.narrow(0, collectives.rank * shard, shard)
-        self._result = torch.zeros(shard, dtype=torch.float32 if capabilities.widening else wire, device=device)
-        nbytes = collectives.scratch_nbytes(BufferRole.REDUCE, self._whole.numel(), wire, self._result.dtype)
+        self._result = torch.zeros(shard, dtype=torch.float32 if capabilities.widening else travels, device=device)
+        nbytes = collectives.scratch_nbytes(BufferRole.REDUCE, self._whole.numel(), travels, self._result.dtype)
         self._scratch = torch.zeros(nbytes, dtype=torch.uint8, device=device) if nbytes else None
 
     def times(self, rounds: int) -> list[float]:

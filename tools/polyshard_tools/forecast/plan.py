@@ -28,7 +28,7 @@ _MOST_TRACES = 48
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class Traffic:
     """The collectives of one kind in a step, added up."""
 
     operation: Operation
@@ -94,7 +94,7 @@ class Plan:
     """In which part of the step the peak is."""
     saved_nbytes: int | None = None
     """Activations at the end of the forward."""
-    wire: tuple[Wire, ...]
+    traffic: tuple[Traffic, ...]
     memory_nbytes: int | None
     """The device's memory."""
     largest_samples: int | None = None
@@ -226,7 +226,7 @@ def of_step(step: TracedStep) -> dict[str, Any]:
         "most": {kind: max(moment.nbytes[kind] for moment in step.memory.moments) for kind in Kind},
         "peak_part": peak.part.value,
         "saved_nbytes": step.memory.saved_nbytes,
-        "wire": _wire_of_step(step.issued),
+        "traffic": _traffic_of_step(step.issued),
         "timeline": step.memory,
     }
 
@@ -249,7 +249,7 @@ def _of_layout(traced: TracedModel) -> dict[str, Any]:
         "peak": peak,
         "most": {**peak, Kind.GATHERED: layout.gathered_nbytes, Kind.REDUCTION: layout.reduction_nbytes},
         "peak_part": Part.OPTIMIZER.value,
-        "wire": _wire_of_layout(traced.sharded),
+        "traffic": _traffic_of_layout(traced.sharded),
         "notes": (*traced.notes, note),
     }
 
@@ -301,14 +301,14 @@ def _next_to_try(known: Mapping[int, int], fitting: int, above: int | None, limi
     return guess if above is None else min(guess, above - 1)
 
 
-def _wire_of_step(issued: Iterable[Issued]) -> tuple[Wire, ...]:
+def _traffic_of_step(issued: Iterable[Issued]) -> tuple[Traffic, ...]:
     """The collectives of a step, by operation and group of ranks."""
-    found: dict[tuple[Operation, str, int], Wire] = {}
+    found: dict[tuple[Operation, str, int], Traffic] = {}
     for each in issued:
         if isinstance(each, Transfer):
             key = each.operation, ", ".join(each.span.over), each.span.ranks
-            before = found.get(key, Wire(*key, 0, 0, 0))
-            found[key] = Wire(
+            before = found.get(key, Traffic(*key, 0, 0, 0))
+            found[key] = Traffic(
                 *key,
                 before.launches + 1,
                 before.collectives + each.members,
@@ -317,14 +317,14 @@ def _wire_of_step(issued: Iterable[Issued]) -> tuple[Wire, ...]:
     return tuple(found.values())
 
 
-def _wire_of_layout(model: ShardedModel) -> tuple[Wire, ...]:
+def _traffic_of_layout(model: ShardedModel) -> tuple[Traffic, ...]:
     """The same, read off the units: for models whose forward is not run.
 
     Each unit is gathered for forward and, where it was released, for backward; each trained one is reduced. Only a
     forward would show which unit ran last, and may be kept, and that an embedding is not gathered twice. Launches are
     counted as if nothing travelled together.
     """
-    rows: list[Wire] = []
+    rows: list[Traffic] = []
     for operation in (Operation.ALL_GATHER, Operation.REDUCE_SCATTER, Operation.ALL_REDUCE, Operation.ALL_TO_ALL):
         carried: dict[tuple[str, int], list[int]] = {}
         for unit in model.units:
@@ -333,7 +333,8 @@ def _wire_of_layout(model: ShardedModel) -> tuple[Wire, ...]:
                     operation.received_nbytes(nbytes, span.ranks)
                 )
         rows += [
-            Wire(operation, *group, len(received), len(received), sum(received)) for group, received in carried.items()
+            Traffic(operation, *group, len(received), len(received), sum(received))
+            for group, received in carried.items()
         ]
     return tuple(rows)
 

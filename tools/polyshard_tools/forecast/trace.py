@@ -337,8 +337,10 @@ class RecordedCollectives(FakeCollectives):
             self._recorder.transfer(Operation(operation), nbytes, self.span, len(calls))
 
     @override
-    def scratch_nbytes(self, role: BufferRole, numel: int, wire_dtype: torch.dtype, out_dtype: torch.dtype) -> int:
-        return 0 if wire_dtype is out_dtype else numel * wire_dtype.itemsize
+    def scratch_nbytes(
+        self, role: BufferRole, numel: int, communication_dtype: torch.dtype, out_dtype: torch.dtype
+    ) -> int:
+        return 0 if communication_dtype is out_dtype else numel * communication_dtype.itemsize
 
     @override
     def partition(self, rank_lists: Sequence[Sequence[int]]) -> RecordedCollectives:

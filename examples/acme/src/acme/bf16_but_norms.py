@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from polyshard.errors import ConfigError
-from polyshard.interfaces import InputCast, OutputCast, PluginContext, PrecisionCaster, UnitDtypes, UnitSpec
+from polyshard.interfaces import InputCast, OutputCast, PluginContext, PrecisionPlugin, UnitDtypes, UnitSpec
 from polyshard.nested import map_tensors
 from torch import nn
 
@@ -14,7 +14,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torc
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
-class Bf16ButNorms(PrecisionCaster):
+class Bf16ButNorms(PrecisionPlugin):
     """Units compute in the dtype called ``compute``; normalisation layers in that of their own parameters."""
 
     api_version = 1
@@ -29,7 +29,7 @@ class Bf16ButNorms(PrecisionCaster):
 
     def dtypes(self, unit: UnitSpec) -> UnitDtypes:
         master = unit.master_dtype
-        return UnitDtypes(compute=self._computes_in(unit), wire=master, reduce=master, grad=master)
+        return UnitDtypes(compute=self._computes_in(unit), communication=master, reduce=master, grad=master)
 
     def input_cast(self, unit: UnitSpec) -> InputCast:
         dtype = self._computes_in(unit)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from polyshard.interfaces import (
     Collectives,
+    GatherEncoding,
     InputCast,
     PluginContext,
     PrecisionCapabilities,
-    PrecisionCaster,
+    PrecisionPlugin,
     UnitDtypes,
     UnitSpec,
-    WireSpec,
 )
 from polyshard.nested import map_tensors
 
@@ -23,7 +23,7 @@ from polyshard.nested import map_tensors
 _DROPPED = 16
 
 
-class StochasticBf16(PrecisionCaster):
+class StochasticBf16(PrecisionPlugin):
     """Units with masters in fp32 compute in bfloat16; others in the dtype of their masters.
 
     An element between two neighbours of bfloat16 becomes the upper one with the probability of its distance from the
@@ -42,7 +42,7 @@ class StochasticBf16(PrecisionCaster):
     def dtypes(self, unit: UnitSpec) -> UnitDtypes:
         master = unit.master_dtype
         compute = torch.bfloat16 if master is torch.float32 else master
-        return UnitDtypes(compute=compute, wire=master, reduce=master, grad=master)
+        return UnitDtypes(compute=compute, communication=master, reduce=master, grad=master)
 
     def input_cast(self, unit: UnitSpec) -> InputCast:
         compute = self.dtypes(unit).compute
@@ -55,15 +55,15 @@ class StochasticBf16(PrecisionCaster):
 
         return cast
 
-    def wire(self, unit: UnitSpec) -> WireSpec | None:
+    def encoding(self, unit: UnitSpec) -> GatherEncoding | None:
         if unit.master_dtype is not torch.float32 or not unit.shard_numel:
             return None
-        return WireSpec(nbytes_per_rank=-(-2 * unit.shard_numel // 16) * 16)
+        return GatherEncoding(nbytes_per_rank=-(-2 * unit.shard_numel // 16) * 16)
 
     def prepare(self, units: Sequence[UnitSpec], collectives: Collectives) -> None:
         self._forwards += 1
 
-    def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
+    def encode(self, unit: UnitSpec, message: torch.Tensor, shard: torch.Tensor) -> None:
         generator = self._generators.get(shard.device)
         if generator is None:
             generator = self._generators[shard.device] = torch.Generator(shard.device)
@@ -72,10 +72,10 @@ class StochasticBf16(PrecisionCaster):
         noise = torch.randint(2**_DROPPED, shard.shape, generator=generator, dtype=torch.int32, device=shard.device)
         # Integers that are added to the bits of a float move it away from zero; what is left has bfloat16's bits alone.
         rounded = ((shard.view(torch.int32) + noise) >> _DROPPED << _DROPPED).view(torch.float32)
-        wire.view(torch.bfloat16)[: unit.shard_numel].copy_(torch.where(shard.isfinite(), rounded, shard))
+        message.view(torch.bfloat16)[: unit.shard_numel].copy_(torch.where(shard.isfinite(), rounded, shard))
 
-    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(wire.view(torch.bfloat16)[:, : unit.shard_numel])
+    def decode(self, unit: UnitSpec, message: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(message.view(torch.bfloat16)[:, : unit.shard_numel])
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"forwards": self._forwards}

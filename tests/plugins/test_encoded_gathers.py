@@ -12,17 +12,17 @@ from typing import Any
 import polyshard
 import pytest
 import torch
+from encodings_of_gathers import CASES, Watched, decoded
 from parity import Block, Net, draw, local, on_ranks, seeded, sharded_copy, units_of
-from polyshard.interfaces import PluginContext, PrecisionCaster, UnitSpec
+from polyshard.interfaces import PluginContext, PrecisionPlugin, UnitSpec
 from polyshard_backends.fake import FakeCollectives
 from polyshard_backends.threaded import ThreadedWorld
 from polyshard_plugins.block_codec import BlockCode, Number
 from polyshard_plugins.block_scaled import BlockScaled, Fp8, Int8
 from polyshard_testing import PrecisionSuite
 from torch import nn
-from wires import CASES, Watched, decoded
 
-CASTERS: dict[str, type[BlockScaled]] = {"int8": Int8, "fp8": Fp8}
+PRECISIONS: dict[str, type[BlockScaled]] = {"int8": Int8, "fp8": Fp8}
 BLOCKS = {"policy": units_of(Block)}
 
 
@@ -30,33 +30,33 @@ def context(name: str) -> PluginContext:
     return PluginContext(name, torch.device("cpu"))
 
 
-def caster(name: str, **options: Any) -> BlockScaled:
+def plugin(name: str, **options: Any) -> BlockScaled:
     """One that encodes units of any size."""
-    return CASTERS[name](context(name), **{"min_numel": 0, **options})
+    return PRECISIONS[name](context(name), **{"min_numel": 0, **options})
 
 
 def sent_and_back(shard: torch.Tensor, name: str, block: int) -> torch.Tensor:
     """What arrives in fp32 of ``shard`` (``[numel]``)."""
     code = BlockCode(Number(name), block)
-    wire = torch.full((1, code.nbytes(shard.numel())), 77, dtype=torch.uint8)
-    code.encode(wire[0], shard)
+    message = torch.full((1, code.nbytes(shard.numel())), 77, dtype=torch.uint8)
+    code.encode(message[0], shard)
     out = torch.full((1, shard.numel()), math.nan)
-    code.decode(wire, out)
+    code.decode(message, out)
     return out[0]
 
 
 class TestInt8(PrecisionSuite):
-    wire_tolerance = 0.0065  # half a step of 1 in 127, and half a unit of bf16
+    encoding_tolerance = 0.0065  # half a step of 1 in 127, and half a unit of bf16
 
-    def make(self) -> PrecisionCaster:
-        return caster("int8")
+    def make(self) -> PrecisionPlugin:
+        return plugin("int8")
 
 
 class TestFp8(PrecisionSuite):
-    wire_tolerance = 0.067  # half a step of 1 in 8 of the largest, and half a unit of bf16
+    encoding_tolerance = 0.067  # half a step of 1 in 8 of the largest, and half a unit of bf16
 
-    def make(self) -> PrecisionCaster:
-        return caster("fp8")
+    def make(self) -> PrecisionPlugin:
+        return plugin("fp8")
 
 
 @pytest.mark.slow
@@ -86,17 +86,17 @@ def unit(numel: int, shard_numel: int, **changes: Any) -> UnitSpec:
 
 def test_units_that_would_gain_nothing_travel_as_they_compute() -> None:
     by_default = Int8(context("int8"))
-    assert by_default.wire(unit(65535, 32768)) is None
-    encoded = by_default.wire(unit(65536, 32768))
+    assert by_default.encoding(unit(65535, 32768)) is None
+    encoded = by_default.encoding(unit(65536, 32768))
     assert encoded is not None
     assert encoded.nbytes_per_rank == 32768 + 4 * 256
-    every = caster("int8", leave_alone=nn.LayerNorm)
-    assert every.wire(unit(0, 0)) is None
+    every = plugin("int8", leave_alone=nn.LayerNorm)
+    assert every.encoding(unit(0, 0)) is None
     # 8 bytes in bf16 are no more than one scale, padded, and codes.
-    assert every.wire(unit(8, 4)) is None
-    assert every.wire(unit(4096, 2048, module_class=nn.LayerNorm)) is None
-    assert every.wire(unit(4096, 2048, master_dtype=torch.int64)) is None
-    assert every.wire(unit(4096, 2048)) is not None
+    assert every.encoding(unit(8, 4)) is None
+    assert every.encoding(unit(4096, 2048, module_class=nn.LayerNorm)) is None
+    assert every.encoding(unit(4096, 2048, master_dtype=torch.int64)) is None
+    assert every.encoding(unit(4096, 2048)) is not None
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_all_ranks_compute_with_what_travelled_forward_and_backward(name: str, c
             model,
             rank,
             world,
-            precision=caster(name, block=32, compute=compute),
+            precision=plugin(name, block=32, compute=compute),
             policy=units_of(Watched),
             offload=offload,
         )
@@ -136,7 +136,7 @@ def test_a_master_that_is_not_finite_makes_the_loss_nan_on_every_rank(name: str)
     model = seeded(Net).float()
 
     def on_rank(rank: int, world: ThreadedWorld) -> tuple[float, float]:
-        mine = sharded_copy(model, rank, world, precision=caster(name), **BLOCKS)
+        mine = sharded_copy(model, rank, world, precision=plugin(name), **BLOCKS)
         before = mine(draw(4, 3).float()).sum().item()
         if rank == 1:
             with torch.no_grad():
@@ -157,16 +157,16 @@ class Counting(Int8):
         self.decoded: list[int] = []
 
     def encode_many(
-        self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
+        self, units: Sequence[UnitSpec], messages: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
     ) -> None:
         self.encoded.append(len(units))
-        super().encode_many(units, wires, shards)
+        super().encode_many(units, messages, shards)
 
     def decode_many(
-        self, units: Sequence[UnitSpec], wires: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+        self, units: Sequence[UnitSpec], messages: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     ) -> None:
         self.decoded.append(len(units))
-        super().decode_many(units, wires, outs)
+        super().decode_many(units, messages, outs)
 
 
 def layers(number: int) -> list[nn.Module]:

@@ -7,11 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from polyshard.interfaces import Collectives, PrecisionCapabilities, PrecisionCaster, UnitDtypes, UnitSpec, WireSpec
+from polyshard.interfaces import (
+    Collectives,
+    GatherEncoding,
+    PrecisionCapabilities,
+    PrecisionPlugin,
+    UnitDtypes,
+    UnitSpec,
+)
 from torch import nn
 
 
-class Int8Wire(PrecisionCaster):
+class Int8Encoding(PrecisionPlugin):
     """Parameters travel as int8 with one fp32 scale a rank; everything else stays in fp32."""
 
     capabilities = PrecisionCapabilities(encodes=True)
@@ -21,23 +28,23 @@ class Int8Wire(PrecisionCaster):
         self.prepared: list[tuple[str, ...]] = []
 
     def dtypes(self, unit: UnitSpec) -> UnitDtypes:
-        return UnitDtypes(compute=torch.float32, wire=torch.float32, reduce=torch.float32, grad=torch.float32)
+        return UnitDtypes(compute=torch.float32, communication=torch.float32, reduce=torch.float32, grad=torch.float32)
 
-    def wire(self, unit: UnitSpec) -> WireSpec | None:
-        return WireSpec(-(-(self._HEADER + unit.shard_numel) // 16) * 16)
+    def encoding(self, unit: UnitSpec) -> GatherEncoding | None:
+        return GatherEncoding(-(-(self._HEADER + unit.shard_numel) // 16) * 16)
 
     def prepare(self, units: Sequence[UnitSpec], collectives: Collectives) -> None:
         self.prepared.append(tuple(unit.name for unit in units))
 
-    def encode(self, unit: UnitSpec, wire: torch.Tensor, shard: torch.Tensor) -> None:
+    def encode(self, unit: UnitSpec, message: torch.Tensor, shard: torch.Tensor) -> None:
         scale = (shard.abs().amax() / 127.0).clamp(min=1e-12).reshape(1)
-        wire[:4].copy_(scale.view(torch.uint8))
+        message[:4].copy_(scale.view(torch.uint8))
         values = (shard / scale).round().to(torch.int8)
-        wire[self._HEADER : self._HEADER + shard.numel()].copy_(values.view(torch.uint8))
+        message[self._HEADER : self._HEADER + shard.numel()].copy_(values.view(torch.uint8))
 
-    def decode(self, unit: UnitSpec, wire: torch.Tensor, out: torch.Tensor) -> None:
-        scales = wire[:, :4].clone().view(torch.float32)
-        values = wire[:, self._HEADER : self._HEADER + unit.shard_numel].clone().view(torch.int8)
+    def decode(self, unit: UnitSpec, message: torch.Tensor, out: torch.Tensor) -> None:
+        scales = message[:, :4].clone().view(torch.float32)
+        values = message[:, self._HEADER : self._HEADER + unit.shard_numel].clone().view(torch.int8)
         torch.mul(values.float(), scales, out=out)
 
 

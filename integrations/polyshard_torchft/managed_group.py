@@ -33,7 +33,7 @@ class _Nccl(_Numbered, ProcessGroupNCCL):  # type: ignore[misc]
     pass
 
 
-class Wire:
+class ManagedGroup:
     """Sums and maxima over jobs, for tensors of one device."""
 
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
