@@ -97,14 +97,14 @@ def choose_plugins(request: Request, agreement: Agreement) -> ChosenPlugins:
             f"The mesh is of ranks {world.ranks}, but the collectives are of {collectives.world_size} (rank "
             f"{collectives.rank}). Give collectives of the ranks of the mesh, or name them."
         )
-    chosen = registry.resolve_setting(config, "precision", config.precision)
+    casts = registry.resolve_setting(config, "precision", config.precision)
     offload = registry.resolve_setting(config, "offload", config.offload)
     policy = registry.resolve_setting(config, "policy", policy_choice(config.policy))
     listeners = [registry.resolve_setting(config, "listeners", choice) for choice in config.listeners]
     refuse_unable(collectives, collectives.rank)
     refuse_unserved(constructed, context, collectives.world_size)
     watched = replace(context, rank=collectives.rank, world_size=collectives.world_size)
-    precision = registry.construct(chosen, context)
+    precision = registry.construct(casts, context)
     manager = registry.construct(offload, context)
     wraps = registry.construct(policy, context)
     watching = [registry.construct(plugin, watched) for plugin in listeners]
