@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import polyshard
@@ -25,6 +25,7 @@ from polyshard.state import (
 )
 from polyshard_backends.threaded import ThreadedWorld
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 FULL = StateOptions(form="full")
 
@@ -199,6 +200,57 @@ def test_what_cannot_be_told_is_refused_by_name() -> None:
             set_model_state_dict(other, values)
 
     on_ranks(2, on_rank)
+
+
+class Shifted(Rounded):
+    """Beside the rows a number, which every rank has whole, as NF4's mean of scales."""
+
+    shift: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor, shift: torch.Tensor) -> Shifted:
+        shifted = cast("Shifted", Rounded.__new__(cls, whole))
+        shifted.shift = shift
+        return shifted
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["whole", "shift"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], _: None, size: Any, stride: Any) -> Shifted:
+        return Shifted(inner["whole"], inner["shift"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found: list[Shifted] = []
+
+        def opened(shifted: Shifted) -> torch.Tensor:
+            found.append(shifted)
+            return shifted.whole
+
+        args, kwargs = tree_map_only(Shifted, opened, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, lambda each: Shifted(each, found[0].shift.clone()), func(*args, **kwargs))
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_number_inside_of_a_weight_comes_back_from_a_checkpoint(number: int, tmp_path: Path) -> None:
+    def net(shift: float) -> nn.Module:
+        linear = nn.Linear(IN, OUT, bias=False).double()
+        weight = Shifted(torch.full((OUT, IN), shift, dtype=torch.float64), torch.tensor(shift))
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        return nn.Sequential(linear, nn.Linear(OUT, 2).double())
+
+    three, zero, units = net(3.0), net(0.0), units_of(nn.Linear)
+    on_ranks(2, lambda rank, world: checkpoint.save(tmp_path, 1, sharded_copy(three, rank, world, policy=units)))
+
+    def loads(rank: int, world: ThreadedWorld) -> tuple[float, float]:
+        other = sharded_copy(zero, rank, world, policy=units)
+        checkpoint.load(tmp_path / "step-00000001", other)
+        weight: Any = get_model_state_dict(other, FULL)["0.weight"]
+        return weight.shift.item(), weight.whole.mean().item()
+
+    with warns_for(number):
+        assert on_ranks(number, loads) == [(3.0, 3.0)] * number
 
 
 @pytest.mark.slow

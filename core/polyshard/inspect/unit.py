@@ -361,7 +361,9 @@ def _stored(parameter: ShardedParameter, index: int, inner: InnerTensor, own: to
     """``inner`` of ``parameter``, the unit's number ``index``, of which this rank has ``own``."""
     names = tuple(f"{name}.{inner.name}" if inner.name else name for name in parameter.names)
     shape, (start, stop) = inner.shape, inner.rows
-    box = Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:])) if start < stop and product(shape) else None
+    # A number, as a mean of scales, has no rows.
+    offsets, sizes = ((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:])) if shape else ((), ())
+    box = Box(offsets, sizes) if start < stop and product(shape) else None
     tensor: Any = own
     return replace(
         parameter,
