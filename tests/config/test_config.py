@@ -478,7 +478,7 @@ def test_naming_the_same_plugin_again_keeps_its_options(tmp_path: Path) -> None:
     ],
 )
 def test_options_are_toml_values_or_plain_text(text: str, value: Any) -> None:
-    config = ShardConfig().with_environment({"POLYSHARD_PRECISION__WIRE": text})
+    config = ShardConfig().with_environment({"POLYSHARD_PRECISION__COMMUNICATION": text})
     assert config.precision == {"name": "none", "communication": value}
 
 
